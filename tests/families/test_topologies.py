@@ -25,6 +25,7 @@ from topology_steps import (
     text_doubles_of,
 )
 
+from unirl.rollout.engine.checkpoint import checkpoint_shapes
 from unirl.train.configs import TrainTopology
 
 pytestmark = pytest.mark.slow
@@ -120,12 +121,25 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         assert torch.equal(rank["samples"], ranks[0]["samples"])
         assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
         assert rank["bytes"] > 0
+        assert rank["copied"]
         parts = len(ranks) // CASES[case].topology.dp_replicate
         assert {key: parts * kept for key, kept in rank["kept"].items()} == one["kept"]
         # FSDP gathers this rank's experts alone.
         assert {key: CASES[case].topology.ep * num for key, num in rank["gathered"].items()} == one["gathered"]
     loaded = resumed(name, runs.folders, runs.out / case / name)
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
+
+
+@pytest.mark.parametrize("case", ["ep2", "dp2-ep2"])
+def test_experts_are_pushed_by_the_names_of_the_checkpoint(case: str, runs: Runs) -> None:
+    expected = checkpoint_shapes(runs.folders / "qwen3_moe")
+    ranks = [rank["float32"]["qwen3_moe"] for rank in runs.of(case)]
+    for rank in ranks:
+        assert {key: tuple(value.shape) for key, value in rank["weights"].items()} == expected
+        whole = {key: torch.full_like(value, math.nan) for key, value in rank["weights"].items()}
+        for key, start, rows in (shard for each in ranks for shard in each["shards"]):
+            whole[key][start : start + len(rows)] = rows
+        assert all(torch.equal(value, whole[key]) for key, value in rank["weights"].items())
 
 
 def test_what_must_not_be_is_refused_on_all_ranks(runs: Runs) -> None:

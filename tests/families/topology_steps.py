@@ -25,6 +25,7 @@ from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
 from unirl.models.spread_experts import spread_stacked
 from unirl.models.token_plan import SpreadTokens
+from unirl.rollout.engine.replica.text import ReplicaTextEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.train.backend.expert_exchange import RowExchange
@@ -40,6 +41,7 @@ from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.training import StepStats
+from unirl.types.weights import weight_buckets, weight_spec
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, epsilon=1.0)
 """A step is nearly the gradient times the rate. At a small epsilon Adam's first step is its sign, which rounding turns
@@ -139,10 +141,38 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
         "gradients": backend.gradients,
         "state": {key: _whole(value) for key, value in backend.state_dict().items()},
         "weights": weights,
+        "shards": _pushed_shards(backend),
+        "copied": name not in TEXTS or _reach_a_copy(name, folder, weights, backend),
         "bytes": sum(each.bytes_sent for each in (backend.token_exchange, backend.expert_exchange) if each is not None),
         "kept": {key: _numel(tensor) for key, tensor in backend.parameters.items() if ".experts." in key},
         "gathered": gathered,
     }
+
+
+def _reach_a_copy(name: str, folder: Path, weights: Mapping[str, Tensor], backend: FSDPBackend) -> bool:
+    """True if pushed weights become those of an engine's own model."""
+    family = TEXTS[name]
+    bundle = family.bundle(str(folder / name))
+    engine = ReplicaTextEngine(family.pipeline(bundle), bundle=bundle, dtype="fp32", forward_batch_size=4)
+    engine.begin_weights(1, [weight_spec(key, value) for key, value in weights.items()])
+    for bucket in weight_buckets(weights.items(), policy_version=1, max_bytes=1 << 16):
+        engine.receive_weights(bucket)
+    engine.finish_weights(1)
+    (expected,) = backend.weight_source.merged_state("default").values()
+    state = bundle.model.state_dict()
+    return all(torch.equal(value, state[key]) for key, value in expected.items())
+
+
+def _pushed_shards(backend: FSDPBackend) -> list[tuple[str, int, Tensor]]:
+    """What this rank has of a push of slices, as it announces it."""
+    rows = backend.weight_source.shard_rows()
+    found = []
+    for shard in backend.weight_source.shards():
+        shape, dtype, start, stop = rows[shard.name]
+        assert (shard.shape, shard.rows.dtype, shard.start) == (shape, dtype, start), shard.name
+        assert len(shard.rows) == stop - start
+        found.append((shard.name, start, shard.rows.clone()))
+    return found
 
 
 def _numel(tensor: Tensor) -> int:

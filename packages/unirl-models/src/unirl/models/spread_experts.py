@@ -6,7 +6,7 @@ Legend: N tokens, K experts of a token, D width, E experts, P ranks, M rows that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from unirl.models.rules import sharing_problem
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import ExpertExchange
+from unirl.types.weights import PublishedParts
 
 Weights = dict[str, Tensor]
 OwnExperts = Callable[[Weights, Tensor, Tensor], Tensor]
@@ -36,6 +37,24 @@ def spread_stacked(modules: Sequence[nn.Module], num_experts: int, where: str, e
         own = partial(_by_stand_in, _stand_in(module, num_experts // exchange.size))
         # The forward of the instance is replaced: a wrapper module would add its own name to every parameter.
         module.forward = partial(spread, module, own, num_experts, exchange)
+
+
+def published_experts(modules: Mapping[str, nn.Module]) -> dict[str, PublishedParts]:
+    """Where the weights of each expert lie in transformers' stacks [E, ...]. modules: by "component.path"."""
+    found: dict[str, PublishedParts] = {}
+    for name, module in modules.items():
+        path = name.partition(".")[2]
+        num_experts, inner = module.get_parameter("down_proj").shape[0], module.get_parameter("down_proj").shape[2]
+        everything, gate, up = slice(None), slice(0, inner), slice(inner, 2 * inner)
+        found[f"{name}.gate_up_proj"] = {
+            f"{path}.{expert}.{kind}_proj.weight": (expert, rows)
+            for expert in range(num_experts)
+            for kind, rows in (("gate", gate), ("up", up))
+        }
+        found[f"{name}.down_proj"] = {
+            f"{path}.{expert}.down_proj.weight": (expert, everything) for expert in range(num_experts)
+        }
+    return found
 
 
 def spread(

@@ -40,6 +40,27 @@ class WeightShard:
     """Where they lie; a tensor without dimensions is one row."""
 
 
+PublishedParts = Mapping[str, tuple[int, slice]]
+"""Name of a tensor in the published checkpoint -> entry of a stack that it lies in, and which rows of it."""
+
+
+def in_published_parts(
+    component: str, tensors: Mapping[str, Tensor], stacks: Mapping[str, PublishedParts]
+) -> dict[str, Tensor]:
+    """The tensors of a component, and of stacks instead their parts by their published names, sharing memory.
+
+    stacks: by "component.name", see unirl.types.protocols.models.StacksWeights.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = stacks.get(f"{component}.{name}")
+        if parts is None:
+            found[name] = tensor
+        else:
+            found.update({part: tensor[entry, rows] for part, (entry, rows) in parts.items()})
+    return found
+
+
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in the dtype that an engine samples with; one of integers or booleans as it is."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -24,7 +24,7 @@ from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
-from unirl.models.spread_experts import spread_stacked
+from unirl.models.spread_experts import published_experts, spread_stacked
 from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, bounded
@@ -32,6 +32,7 @@ from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import ExpertExchange
+from unirl.types.weights import PublishedParts
 
 with from_extra("transformers"):
     import transformers
@@ -141,10 +142,20 @@ class CausalLMBundle(OneComponentBundle):
 
         Raises ConfigError without experts, or if the ranks do not divide them.
         """
-        found = [each for each in self.model.modules() if type(each).__name__ in self.expert_class_names]
+        found = list(self._stacks().values())
         num_experts = self.model.config.get_text_config().num_experts if found else 0
         spread_stacked(found, num_experts, self.folder.path.name, exchange)
         return found
+
+    def published_parts(self) -> dict[str, PublishedParts]:
+        """The weights of single experts, which checkpoints and engines know by these names."""
+        return published_experts({f"{self.component}.{path}": module for path, module in self._stacks().items()})
+
+    def _stacks(self) -> dict[str, nn.Module]:
+        """Modules that hold the experts of a layer, by their names."""
+        return {
+            path: each for path, each in self.model.named_modules() if type(each).__name__ in self.expert_class_names
+        }
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Writes a whole model folder with the given weights: save_pretrained, and the checkpoint's other files copied.

@@ -27,7 +27,7 @@ from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache, is_accelerator
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import DefersWeights, ModelBundle, RoutesRows
+from unirl.types.protocols.models import DefersWeights, ModelBundle, RoutesRows, StacksWeights
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
@@ -92,6 +92,7 @@ class FSDPBackend:
         # Before adapters and dtypes of training change names and dtypes. A second backend of a bundle finds values.
         is_deferred = isinstance(bundle, DefersWeights) and any(map(is_empty, self._modules.values()))
         stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
+        parts = bundle.published_parts() if isinstance(bundle, StacksWeights) else {}
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=is_sharding(self._config))
         """What the ranks tell each other."""
@@ -120,7 +121,7 @@ class FSDPBackend:
         self._state = TrainState(self._parameters, self._optimizer, self.policies, self._auxiliary)
         self.progress = self._state.progress
         """How far training is; a state that is loaded brings its own."""
-        self.weight_source = PolicyWeights(self._modules, self.policies, self.progress, adapter, self._reshard)
+        self.weight_source = PolicyWeights(self._modules, self.policies, self.progress, adapter, self._reshard, parts)
         """Weights of the policies for engines and exports."""
         self._offloaded: set[Offloadable] = set()
 

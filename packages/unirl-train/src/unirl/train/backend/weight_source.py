@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,15 @@ from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
 from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard, qualified, qualified_name
+from unirl.types.weights import (
+    AdapterConfig,
+    PublishedParts,
+    UpdateTally,
+    WeightShard,
+    in_published_parts,
+    qualified,
+    qualified_name,
+)
 
 
 class PolicyWeights:
@@ -21,7 +29,8 @@ class PolicyWeights:
     Implements unirl.types.protocols.training.WeightSource.
 
     modules: by component. adapter: of LoRA, None for full fine-tuning. before_reading: called before frozen weights are
-    read (sharding drops stale gathered copies). Every rank calls every method: sharded tensors are gathered.
+    read (sharding drops stale gathered copies). parts: of stacks, which engines know by their parts (StacksWeights).
+    Every rank calls every method: sharded tensors are gathered.
     """
 
     def __init__(
@@ -31,7 +40,9 @@ class PolicyWeights:
         progress: Progress,
         adapter: AdapterConfig | None,
         before_reading: Callable[[], None],
+        parts: Mapping[str, PublishedParts] | None = None,
     ) -> None:
+        self._parts = {} if parts is None else parts
         self._modules = modules
         self._policies = policies
         self._progress = progress
@@ -55,7 +66,12 @@ class PolicyWeights:
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, module in self._chosen(component).items():
             names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
-            shapes[name] = {plain: tuple(tensor.shape) for plain, tensor in names if plain is not None}
+            shapes[name] = {
+                published: _shape_of(tensor, where)
+                for plain, tensor in names
+                if plain is not None
+                for published, where in self._published(name, plain)
+            }
         return qualified(shapes)
 
     def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +84,8 @@ class PolicyWeights:
         self._before_reading()
         for name, module in chosen.items():
             for plain, tensor in self._merged(name, _without_ties(module), values):
-                yield qualified_name(name, plain, chosen), tensor
+                for published, part in in_published_parts(name, {plain: tensor}, self._parts).items():
+                    yield qualified_name(name, published, chosen), part
 
     def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:
         """See WeightSource. Shape and dtype are those of the tensor, of which this rank has rows [start, stop)."""
@@ -76,9 +93,10 @@ class PolicyWeights:
         for component, module in self._modules.items():
             names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
             found[component] = {
-                plain: (tuple(tensor.shape), tensor.dtype, *_rows_of(tensor))
+                published: (_shape_of(tensor, where), tensor.dtype, *_rows_of_part(tensor, where))
                 for plain, tensor in names
                 if plain is not None
+                for published, where in self._published(component, plain)
             }
         return qualified(found)
 
@@ -98,7 +116,13 @@ class PolicyWeights:
                     rows = merged_weight(
                         rows.to("cpu"), a, b, rank=self._adapter.rank, alpha=self._adapter.alpha, rows=(start, stop)
                     )
-                yield WeightShard(qualified_name(component, plain, self._modules), tuple(tensor.shape), start, rows)
+                for published, where in self._published(component, plain):
+                    shape, first = _shape_of(tensor, where), start
+                    part = rows
+                    if where is not None:
+                        first, end = _rows_of_part(tensor, where)
+                        part = rows[where[0] - start, where[1]] if end > first else rows.new_empty(0, *shape[1:])
+                    yield WeightShard(qualified_name(component, published, self._modules), shape, first, part)
 
     def adapter_weights(self, policy: str | None = None, component: str | None = None) -> dict[str, Tensor]:
         """A policy's LoRA factors as peft names them. Raises ConfigError for full fine-tuning."""
@@ -111,6 +135,11 @@ class PolicyWeights:
         if self._adapter is None:
             raise ConfigError("there is no adapter to push: set backend.lora, or push full weights")
         return self._adapter
+
+    def _published(self, component: str, plain: str) -> Iterable[tuple[str, tuple[int, slice] | None]]:
+        """Published names of a tensor, and where each lies in it: None of one that is published as it is."""
+        parts = self._parts.get(f"{component}.{plain}")
+        return [(plain, None)] if parts is None else parts.items()
 
     def _chosen(self, component: str | None) -> Mapping[str, nn.Module]:
         if component is None:
@@ -174,6 +203,21 @@ class PolicyWeights:
 def _whole(tensor: Tensor) -> Tensor:
     """The unsharded tensor in host memory. Every rank calls it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+
+
+def _shape_of(tensor: Tensor, where: tuple[int, slice] | None) -> tuple[int, ...]:
+    """Shape of a part of a tensor, or of all of it."""
+    if where is None:
+        return tuple(tensor.shape)
+    return (len(range(*where[1].indices(tensor.shape[1]))), *tensor.shape[2:])
+
+
+def _rows_of_part(tensor: Tensor, where: tuple[int, slice] | None) -> tuple[int, int]:
+    """First row and end of what this rank has of a part: all of it or nothing, where the stack is cut at all."""
+    start, stop = _rows_of(tensor)
+    if where is None:
+        return start, stop
+    return 0, _shape_of(tensor, where)[0] if start <= where[0] < stop else 0
 
 
 def _row_axis(tensor: DTensor) -> int | None:

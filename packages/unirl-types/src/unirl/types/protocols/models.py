@@ -16,6 +16,7 @@ from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
+from unirl.types.weights import PublishedParts
 
 Conditions = Mapping[str, Condition]
 
@@ -399,6 +400,16 @@ class SpreadsExperts(Protocol):
         the first dimension, in order. Raises ConfigError if the model has no experts, or so many ranks do not divide
         them.
         """
+        ...
+
+
+@runtime_checkable
+class StacksWeights(Protocol):
+    """A bundle whose modules hold many tensors of the published checkpoint in one."""
+
+    def published_parts(self) -> Mapping[str, PublishedParts]:
+        """By "component.name" of the stack; names of parts are those within the component. Called before the modules
+        are wrapped."""
         ...
 
 

@@ -13,7 +13,7 @@ from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.engines import ChunkListener
-from unirl.types.protocols.models import ModelBundle
+from unirl.types.protocols.models import ModelBundle, StacksWeights
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import Precision
@@ -86,6 +86,7 @@ class PushedSampling(PushedWeights, DirectSampling):
             dtype_named(dtype, "engine.dtype"),
             torch.device(device),
             0 if policies is None else policies.policy_version,
+            bundle.published_parts() if isinstance(bundle, StacksWeights) else {},
         )
 
     def _policy(self, name: str | None) -> AbstractContextManager[None]:

@@ -18,7 +18,16 @@ from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.types.deltas import put_delta
 from unirl.types.devices import empty_cache
 from unirl.types.errors import ContractError
-from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec, qualified, rounded
+from unirl.types.weights import (
+    AdapterConfig,
+    PublishedParts,
+    WeightBucket,
+    WeightReceipt,
+    WeightSpec,
+    in_published_parts,
+    qualified,
+    rounded,
+)
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -35,13 +44,20 @@ class ReplicaWeights:
     """Trainable modules of an engine's own bundle, which receive pushes.
 
     modules: by component, changed in place. dtype: of the parameters and of pushed tensors. policy_version: of the
-    initial weights. Methods: see `unirl.types.protocols.engines.WeightReceiver`.
+    initial weights. stacks: of the bundle, which are pushed by their parts (StacksWeights). Methods: see
+    `unirl.types.protocols.engines.WeightReceiver`.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], dtype: torch.dtype, device: torch.device, policy_version: int
+        self,
+        modules: Mapping[str, nn.Module],
+        dtype: torch.dtype,
+        device: torch.device,
+        policy_version: int,
+        stacks: Mapping[str, PublishedParts] | None = None,
     ) -> None:
         self._modules = dict(modules)
+        self._stacks = {} if stacks is None else stacks
         self._device = device
         self._dtype = dtype
         for module in self._modules.values():
@@ -136,7 +152,9 @@ class ReplicaWeights:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Tensors of a push of the whole model, by name; they share memory with the modules."""
-        return qualified({name: _without_ties(module) for name, module in self._modules.items()})
+        return qualified(
+            {name: in_published_parts(name, _without_ties(each), self._stacks) for name, each in self._modules.items()}
+        )
 
 
 def _with_adapter(
