@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,17 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from unirl.train.backend.wrap import (
-    SpreadModules,
     checkpoint_activations,
     compile_blocks,
-    cut_experts,
     ensure_process_group,
     find_blocks,
-    mesh_of_experts,
-    shard,
-    sharding_mesh,
 )
-from unirl.train.configs import FSDPConfig, LoraConfig, TrainTopology
+from unirl.train.configs import FSDPConfig, LoraConfig
 from unirl.train.lora import inject_lora, is_empty
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
@@ -35,6 +30,13 @@ from unirl.types.protocols.models import (
     TokenExchange,
 )
 from unirl.types.weights import AdapterConfig
+
+
+Blocks = Mapping[str, Sequence[nn.Module]]
+"""The blocks of each component."""
+Sharding = Callable[[Mapping[str, nn.Module], Blocks, Sequence[nn.Module]], list[FSDPModule]]
+"""sharding(components, blocks, experts) shards components, their blocks and those modules in them that hold experts which
+are spread over ranks, in place, over the ranks of the process group. Returns one root per component."""
 
 
 class Wrapped(NamedTuple):
@@ -89,7 +91,7 @@ def wrap(
     bundle: ModelBundle,
     modules: Mapping[str, nn.Module],
     config: FSDPConfig,
-    topology: TrainTopology,
+    sharding: Sharding,
     device: torch.device,
     exchange: TokenExchange | None,
     of_experts: ExpertExchange | None = None,
@@ -97,7 +99,7 @@ def wrap(
     """Spread tokens and experts, checkpoint, compile and shard the blocks of `modules`, in place, as configured.
 
     exchange: of the ranks that work on the same samples; None where each has its own. of_experts: of the ranks that
-    have the experts together; None where each has all.
+    have the experts together; None where each has all. sharding: called where there is something to shard.
     """
     spread = [] if of_experts is None else spread_experts(bundle, config, of_experts)
     contexts = None if exchange is None else spread_tokens(bundle, config, exchange)
@@ -110,12 +112,7 @@ def wrap(
     if not is_sharding(config):
         return Wrapped([], owns_process_group=False)
     owns_process_group = ensure_process_group(device)
-    mesh = sharding_mesh(topology, device)
-    experts = SpreadModules(spread, mesh_of_experts(topology, device)) if spread else None
-    if experts is not None:
-        cut_experts(experts.modules, experts.mesh["ep"])
-    roots = [shard(module, blocks[name], mesh, config, experts) for name, module in modules.items()]
-    return Wrapped(roots, owns_process_group)
+    return Wrapped(sharding(modules, blocks, spread), owns_process_group)
 
 
 def spread_tokens(bundle: ModelBundle, config: FSDPConfig, exchange: TokenExchange) -> RecomputeContexts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import is_sharding, prepare_parameters, wrap
+from unirl.train.backend.build import Sharding, is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fill import fill, on_every_rank
@@ -20,7 +21,7 @@ from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
-from unirl.train.backend.wrap import reshard
+from unirl.train.backend.wrap import reshard, shard_all
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.lora import adapters_disabled, is_empty
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
@@ -101,7 +102,13 @@ class FSDPBackend:
         self.expert_exchange = RowExchange(self.collectives.group("ep")) if self.mesh_place.ep_size > 1 else None
         """How tokens reach their experts; None where each rank has all."""
         self._roots, self._owns_process_group = wrap(
-            bundle, self._modules, self._config, topology, self.device, self.token_exchange, self.expert_exchange
+            bundle,
+            self._modules,
+            self._config,
+            self._sharding(topology),
+            self.device,
+            self.token_exchange,
+            self.expert_exchange,
         )
         if is_deferred:
             shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
@@ -124,6 +131,10 @@ class FSDPBackend:
         self.weight_source = PolicyWeights(self._modules, self.policies, self.progress, adapter, self._reshard, parts)
         """Weights of the policies for engines and exports."""
         self._offloaded: set[Offloadable] = set()
+
+    def _sharding(self, topology: TrainTopology) -> Sharding:
+        """How FSDP2 is applied: called by the constructor, for another library's to replace it."""
+        return partial(shard_all, topology=topology, config=self._config, device=self.device)
 
     def close(self) -> None:
         """Destroy the process group where the backend made one. Safe to call twice."""

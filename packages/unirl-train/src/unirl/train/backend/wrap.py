@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,14 +82,6 @@ def sharding_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
 
 
-class SpreadModules(NamedTuple):
-    """Modules whose parameters are stacks of experts, and the ranks that have them."""
-
-    modules: Sequence[nn.Module]
-    mesh: DeviceMesh
-    """(replicate,) shard, "ep": shards are of the part of the experts that a rank along "ep" keeps."""
-
-
 def mesh_of_experts(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     """As `sharding_mesh`, its last dimension divided into the shards of a rank's experts and the ranks along "ep"."""
     axes = topology.resolved(dist.get_world_size())
@@ -111,50 +103,79 @@ def cut_experts(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
             setattr(module, name, nn.Parameter(cut, parameter.requires_grad))
 
 
-def shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
+def shard_all(
+    modules: Mapping[str, nn.Module],
+    blocks: Mapping[str, Sequence[nn.Module]],
+    experts: Sequence[nn.Module],
+    *,
+    topology: TrainTopology,
     config: FSDPConfig,
-    experts: SpreadModules | None = None,
-) -> FSDPModule:
-    """Shard each block and then the rest of `module`, in place; before them the experts that are spread over ranks.
+    device: torch.device,
+) -> list[FSDPModule]:
+    """Shard spread experts, then each component and its blocks over the mesh of `topology`, in place; returns roots."""
+    mesh = sharding_mesh(topology, device)
+    shard_experts(experts, topology, config, device)
+    return [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
 
-    The model computes as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (noise levels
-    of rows) and timesteps, be they of rows or of tokens, keep float32, and blocks get their inputs as they are (rotary
-    tables are float32 by design). bfloat16 would round timestep 963.7 to 964.
+
+def shard_experts(
+    experts: Sequence[nn.Module], topology: TrainTopology, config: FSDPConfig, device: torch.device
+) -> None:
+    """Leave each rank its part of the experts of modules that hold stacks of them, and shard each of these experts over
+    the ranks with the same part, in place."""
+    if not experts:
+        return
+    mesh = mesh_of_experts(topology, device)
+    cut_experts(experts, mesh["ep"])
+    over = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "ep")]
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=over,
+            mp_policy=_precision(config),
+            offload_policy=_offload(config),
+            reshard_after_forward=config.reshard_after_forward,
+            shard_placement_fn=functools.partial(_within_experts, over.size(over.ndim - 1)),
+        )
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
+    """Shard each block and then the rest of `module`, in place.
+
+    Inputs are cast at the root alone (`cast_inputs`): blocks get theirs as they are, since rotary tables are float32 by
+    design.
     """
-    param_dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
-    precision = MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=dtype_named(config.reduce_dtype, "fsdp.reduce_dtype"),
-        cast_forward_inputs=False,
-    )
-    offload: OffloadPolicy = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
-    if experts is not None:
-        names = [name for name in experts.mesh.mesh_dim_names or () if name != "ep"]
-        over = experts.mesh[tuple(names)]
-        inside = {id(child) for child in module.modules()}
-        for each in (each for each in experts.modules if id(each) in inside):
-            fully_shard(
-                each,
-                mesh=over,
-                mp_policy=precision,
-                offload_policy=offload,
-                reshard_after_forward=config.reshard_after_forward,
-                shard_placement_fn=functools.partial(_within_experts, over.size(over.ndim - 1)),
-            )
     for block in reversed(blocks):
         fully_shard(
             block,
             mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
+            mp_policy=_precision(config),
+            offload_policy=_offload(config),
             reshard_after_forward=config.reshard_after_forward,
         )
-    root = fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    module.register_forward_pre_hook(functools.partial(_cast_inputs, param_dtype), with_kwargs=True)
+    root = fully_shard(module, mesh=mesh, mp_policy=_precision(config), offload_policy=_offload(config))
+    cast_inputs(module, config)
     return root
+
+
+def cast_inputs(module: nn.Module, config: FSDPConfig) -> None:
+    """Let `module` compute as if loaded in `param_dtype`, with one exception to FSDP's habit: inputs of rank 1 (noise
+    levels of rows) and timesteps, be they of rows or of tokens, keep float32. bfloat16 would round timestep 963.7 to
+    964."""
+    dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
+    module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+
+
+def _precision(config: FSDPConfig) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_named(config.param_dtype, "fsdp.param_dtype"),
+        reduce_dtype=dtype_named(config.reduce_dtype, "fsdp.reduce_dtype"),
+        cast_forward_inputs=False,
+    )
+
+
+def _offload(config: FSDPConfig) -> OffloadPolicy:
+    return CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
 
 
 def _within_experts(num_shards: int, parameter: nn.Parameter) -> Shard:
