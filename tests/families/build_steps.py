@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
-from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig
 from unirl.types.media import Texts
 
+tested_backend: Any = importlib.import_module("tested_backend")  # of the tests of unirl-train
 tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
 tiny_bagel: Any = importlib.import_module("packages.unirl-models.tests.tiny_bagel")
 tiny_hunyuan_image3: Any = importlib.import_module("packages.unirl-models.tests.tiny_hunyuan_image3")
@@ -93,7 +93,7 @@ def built(make: Callable[..., tuple[Any, Forward]], dtype: str, lora: LoraConfig
     torch.manual_seed(rank)  # ranks draw differently, and start from what rank 0 drew
     bundle, forward = make(dtype, defers_weights=defers)
     assert bundle.defers_weights == defers
-    backend = FSDPBackend(
+    backend = tested_backend.backend_class()(
         bundle,
         optimizer=OptimizerConfig(learning_rate=1e-2),
         fsdp=FSDPConfig(param_dtype=dtype, reduce_dtype="fp32"),

@@ -719,6 +719,22 @@ def test_more_devices_than_this_machine_has_is_an_error(runnable):
         on_machine(runnable, {"runtime": "ray", "num_devices": 8}, Machine(2, 1))
 
 
+def test_a_backend_on_an_untested_version_of_a_library_is_an_error_and_fsdps_rules_hold(
+    runnable, tmp_path, monkeypatch
+):
+    metadata = tmp_path / "veomni-0.1.11.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: veomni\nVersion: 0.1.11\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    veomni = {"backend._target_": "unirl.train.backend.veomni.VeOmniBackend"}
+    with pytest.raises(ConfigError, match=r"backend: VeOmni 0.1.11 is installed, .* tested with 0.1.12 alone. Install"):
+        on_machine(runnable, veomni)
+    with pytest.raises(ConfigError, match="backend.fsdp.cpu_offload does nothing with device: cpu"):
+        on_machine(
+            runnable, {**veomni, "backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True}}
+        )
+
+
 def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "weights.bin").write_text("")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tested_backend import backend_class
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -148,7 +149,8 @@ class DeferringBundle(TinyBundle):
 
 def make_backend(bundle: TinyBundle | None = None, *, lr: float = 1e-2, **options: object) -> FSDPBackend:
     """A backend on a tiny bundle."""
-    return FSDPBackend(bundle or TinyBundle(), optimizer=OptimizerConfig(learning_rate=lr), **options)  # ty: ignore
+    make = backend_class()
+    return make(bundle or TinyBundle(), optimizer=OptimizerConfig(learning_rate=lr), **options)  # ty: ignore
 
 
 def lora_config() -> LoraConfig:

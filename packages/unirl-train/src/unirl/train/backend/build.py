@@ -31,12 +31,11 @@ from unirl.types.protocols.models import (
 )
 from unirl.types.weights import AdapterConfig
 
-
 Blocks = Mapping[str, Sequence[nn.Module]]
 """The blocks of each component."""
 Sharding = Callable[[Mapping[str, nn.Module], Blocks, Sequence[nn.Module]], list[FSDPModule]]
-"""sharding(components, blocks, experts) shards components, their blocks and those modules in them that hold experts which
-are spread over ranks, in place, over the ranks of the process group. Returns one root per component."""
+"""sharding(components, blocks, experts) shards, in place and over the ranks of the process group, the components, their
+blocks, and the modules inside that hold experts which are spread over ranks. Returns one root per component."""
 
 
 class Wrapped(NamedTuple):

@@ -1,0 +1,139 @@
+"""The training backend over VeOmni's parallel plan: FSDP2 and HSDP as VeOmni applies them, all else as FSDPBackend."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from unirl.train.backend.build import Blocks, Sharding
+from unirl.train.backend.fill import local_box, local_of
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.veomni_rules import version_problem
+from unirl.train.backend.wrap import cast_inputs, shard_experts
+from unirl.train.configs import FSDPConfig, TrainTopology
+from unirl.types.errors import ConfigError
+
+VEOMNI_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class VeOmniBackend(FSDPBackend):
+    """FSDPBackend whose modules are sharded by VeOmni (github.com/ByteDance-Seed/VeOmni), over its device mesh.
+
+    One device that computes in float32 shards nothing, as VeOmni does. Tokens and experts are spread over the axes sp
+    and ep by the families' own plans: VeOmni's Ulysses and fused experts are part of its own model classes, and bundles
+    have those of transformers and diffusers.
+
+    Raises ConfigError, besides what FSDPBackend raises, for a version of VeOmni that is not tested, and on a machine
+    with an accelerator that is not `device`: VeOmni would take it.
+    """
+
+    recipe_rules: ClassVar[str] = "unirl.train.backend.veomni_rules"
+    """Those of FSDPBackend hold too."""
+
+    def _sharding(self, topology: TrainTopology) -> Sharding:
+        if (problem := version_problem()) is not None:
+            raise ConfigError(problem)
+        return partial(shard_by_veomni, topology=topology, config=self._config, device=self.device)
+
+    def close(self) -> None:
+        """Destroy the process group where the backend made one, and VeOmni's meshes over it. Safe to call twice."""
+        if self._owns_process_group:
+            _veomni("distributed.parallel_state").clear_parallel_state()
+        super().close()
+
+
+def shard_by_veomni(
+    modules: Mapping[str, nn.Module],
+    blocks: Blocks,
+    experts: Sequence[nn.Module],
+    *,
+    topology: TrainTopology,
+    config: FSDPConfig,
+    device: torch.device,
+) -> list[FSDPModule]:
+    """Shard each component and its blocks over VeOmni's mesh of `topology`, in place; returns the roots.
+
+    Experts that are spread over ranks are cut and sharded as FSDPBackend does: VeOmni's own plan leaves each rank plain
+    tensors of its experts, which no checkpoint or push could put together.
+    """
+    states = _veomni("distributed.parallel_state")
+    taken = _veomni("utils.device").get_device_type()
+    if taken != device.type:
+        raise ConfigError(
+            f"VeOmni takes the {taken} of this machine, but device is {device}. Take "
+            f"unirl.train.backend.fsdp.FSDPBackend here, whose shards are the same, or set device: {taken}."
+        )
+    axes = topology.resolved(dist.get_world_size())
+    state = states.init_parallel_state(
+        dp_size=axes.dp,
+        dp_replicate_size=axes.dp_replicate,
+        dp_shard_size=axes.dp_shard,
+        ulysses_size=axes.sp,
+        dp_mode="fsdp2",
+        device_type=device.type,
+        name=None,
+    )
+    held = {name: _tensors(module) for name, module in modules.items()}
+    shard_experts(experts, topology, config, device)
+    with states.use_parallel_state(state):
+        roots = [_sharded(module, blocks[name], config) for name, module in modules.items()]
+    for name, module in modules.items():
+        _put_back(module, *held[name])
+    return roots
+
+
+def _sharded(module: nn.Module, blocks: Sequence[nn.Module], config: FSDPConfig) -> FSDPModule:
+    # Its build_parallelize_model would also make frozen weights float32, and shard nothing on one device in bf16.
+    root = _veomni("distributed.torch_parallelize").parallelize_model_fsdp2(
+        module,
+        enable_reshard_after_forward=config.reshard_after_forward,
+        mixed_precision=_veomni("arguments").MixedPrecisionConfig(
+            param_dtype=VEOMNI_DTYPES[config.param_dtype],
+            reduce_dtype=VEOMNI_DTYPES[config.reduce_dtype],
+            cast_forward_inputs=False,
+        ),
+        basic_modules=sorted({type(block).__name__ for block in blocks}),
+        should_skip_hf_weight_load=True,
+        init_device="meta",
+        enable_fsdp_offload=config.cpu_offload,
+    )
+    cast_inputs(module, config)
+    return root
+
+
+def _tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Parameters and buffers by name; tied parameters under each."""
+    return dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers())
+
+
+@torch.no_grad()
+def _put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Give the shards and buffers of `module` the values of whole tensors, and tie what was tied: VeOmni leaves new
+    tensors without values. Those of the meta device have none."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, whole in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if whole in new:
+            setattr(module.get_submodule(owner), leaf, new[whole])
+            continue
+        new[whole] = module.get_parameter(name)
+        if not whole.is_meta:
+            local_of(new[whole]).copy_(whole[local_box(new[whole])])
+    for name, whole in buffers.items():
+        if not whole.is_meta:
+            module.get_buffer(name).copy_(whole)
+
+
+def _veomni(module: str) -> Any:  # Any: an optional library
+    """A module of VeOmni, which at the level of its choice logs every block."""
+    found = importlib.import_module(f"veomni.{module}")
+    logging.getLogger("veomni").setLevel(logging.WARNING)
+    return found

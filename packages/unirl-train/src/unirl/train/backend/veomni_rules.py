@@ -1,0 +1,36 @@
+"""What VeOmniBackend needs of the rest of a recipe and of this machine. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+VEOMNI_VERSION = "0.1.12"
+"""The VeOmni that this backend is tested with; its interfaces change between releases."""
+INSTALL = (
+    f"Install {VEOMNI_VERSION} as docs/guides/veomni.md says (`uv sync --extra veomni` in a clone), or take "
+    "unirl.train.backend.fsdp.FSDPBackend"
+)
+
+
+def version_problem() -> str | None:
+    """What is wrong with the VeOmni of this environment, with the fix, or None."""
+    try:
+        found = version("veomni")
+    except PackageNotFoundError:
+        return f"VeOmni is not installed. {INSTALL}."
+    if found != VEOMNI_VERSION:
+        return f"VeOmni {found} is installed, but this unirl-train is tested with {VEOMNI_VERSION} alone. {INSTALL}."
+    return None
+
+
+def veomni_is_installed(own: Part, run: Run, machine: Machine) -> Messages:
+    """The tested VeOmni is in this environment."""
+    problem = version_problem()
+    if problem is not None:
+        yield f"{own.at}: {problem}"
+
+
+RULES = ()
+MACHINE_RULES = (veomni_is_installed,)
