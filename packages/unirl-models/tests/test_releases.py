@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from unirl.models.diffusers_pipeline.construction import from_configuration
 from unirl.models.released import all_released
+from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.folder import ALIASES, LIBRARIES, is_known, write_configurations
 from unirl.types.errors import ConfigError
 
@@ -57,6 +59,16 @@ def _billions(folder: Path, name: str, entry: list[str]) -> float:
     model_class = getattr(LIBRARIES[entry[0]], entry[1])
     model = from_configuration(model_class, folder / name, torch.bfloat16, "meta")
     return sum(parameter.numel() for parameter in model.parameters()) / 1e9
+
+
+def test_a_language_model_has_the_published_size() -> None:
+    config = transformers.Qwen3MoeConfig(**settings_of("Qwen/Qwen3-30B-A3B", "model", "Qwen3MoeForCausalLM"))
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    others = sum(parameter.numel() for parameter in model.parameters()) - experts
+    assert experts + others == pytest.approx(30.5e9, rel=0.002)
+    assert others + experts * 8 // 128 == pytest.approx(3.3e9, rel=0.02)  # what a token uses
 
 
 def test_a_release_that_is_not_known_is_named_with_what_to_do(tmp_path: Path) -> None:

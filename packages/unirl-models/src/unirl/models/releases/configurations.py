@@ -112,6 +112,25 @@ _QWEN3_8B: Settings = {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+_QWEN3_30B_A3B: Settings = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _LLAMA3_8B: Settings = {
     "vocab_size": 128320,
     "hidden_size": 4096,
@@ -190,6 +209,7 @@ OF_CLASSES: Mapping[str, Settings] = {
     "Qwen2_5_VLTextModel": _QWEN_25_7B,
     "Qwen3Model": _QWEN3_4B,
     "Qwen3ForCausalLM": _QWEN3_4B,
+    "Qwen3MoeForCausalLM": _QWEN3_30B_A3B,
     "Gemma2Model": _GEMMA2_2B,
     "LlamaModel": _LLAMA3_8B,
     "LlavaForConditionalGeneration": {
