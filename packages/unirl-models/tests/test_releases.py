@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import transformers
 
+from unirl.models.causal_lm.construction import from_configuration as of_transformers
 from unirl.models.diffusers_pipeline.construction import from_configuration
+from unirl.models.packed.weights import tensor_shapes
 from unirl.models.released import all_released
 from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.folder import ALIASES, LIBRARIES, is_known, write_configurations
+from unirl.models.releases.unified import UNIFIED_MODELS
 from unirl.types.errors import ConfigError
 
 KNOWN = [hub_id for hub_id in all_released() if is_known(hub_id)]
@@ -27,18 +31,15 @@ OTHER_PARTS = {
 """Billions in the table of sizes that the release's folder does not have."""
 
 
-def test_all_but_the_models_of_our_own_are_known() -> None:
-    assert {hub_id.split("/")[-1] for hub_id in set(all_released()) - set(KNOWN)} == {
-        "BAGEL-7B-MoT",
-        "HunyuanImage-3.0-Instruct",
-    }
+def test_every_model_with_a_published_size_is_known() -> None:
+    assert set(KNOWN) == set(all_released())
 
 
 @pytest.mark.parametrize(
     "hub_id",
     [
         pytest.param(hub_id, marks=() if hub_id in QUICK else pytest.mark.matrix)
-        for hub_id in sorted(set(KNOWN) - set(ALIASES))
+        for hub_id in sorted(set(KNOWN) - {*ALIASES, *UNIFIED_MODELS})
     ],
 )
 def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> None:
@@ -48,6 +49,33 @@ def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> N
     text = sum(_billions(tmp_path, name, index[name]) for name in index if _is_text(name, index[name]))
     assert text == pytest.approx(sizes.text - OTHER_PARTS.get(hub_id, 0.0), rel=0.03)
     assert _billions(tmp_path, "vae", index["vae"]) == pytest.approx(sizes.vae, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "model_class", "billions"),
+    [
+        ("Qwen/Qwen3-4B-Base", transformers.AutoModelForCausalLM, 4.02),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", transformers.AutoModelForImageTextToText, 8.29),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", transformers.Qwen3OmniMoeThinkerForConditionalGeneration, 31.7),
+    ],
+)
+def test_language_models_have_the_published_size(
+    hub_id: str, model_class: Any, billions: float, tmp_path: Path
+) -> None:
+    write_configurations(hub_id, tmp_path)
+    model = of_transformers(model_class, tmp_path, torch.bfloat16, "meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("hub_id", sorted(UNIFIED_MODELS))
+def test_files_of_unified_models_have_the_published_size_and_take_no_disk(hub_id: str, tmp_path: Path) -> None:
+    write_configurations(hub_id, tmp_path)
+    files = list(tmp_path.glob("*.safetensors"))
+    shapes = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    sizes = all_released()[hub_id]
+    published = sizes.trained + sizes.vae + sizes.beside
+    assert sum(math.prod(shape) for shape in shapes.values()) / 1e9 == pytest.approx(published, rel=0.03)
+    assert sum(file.stat().st_blocks * 512 for file in files) < 10_000_000
 
 
 def _is_text(name: str, entry: Any) -> bool:

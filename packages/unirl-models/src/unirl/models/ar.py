@@ -44,7 +44,8 @@ class Decoder:
         self._adapter = adapter
         self._conditions = conditions
         self._prompts = prompts
-        self._cache = adapter.bundle.new_cache()
+        self.cache = adapter.bundle.new_cache()
+        """What the model keeps of tokens before."""
         positions = adapter.positions(conditions, [len(prompt) + max_new_tokens for prompt in prompts])
         ends = [len(prompt) for prompt in prompts]
         self._prompt_positions = [place[..., :end] for place, end in zip(positions, ends, strict=True)]
@@ -74,7 +75,7 @@ class Decoder:
             return logits
         place = {key: i for i, key in enumerate(rows_of)}
         copies = torch.tensor([place[key] for key in keys], device=logits.device)
-        self._cache.batch_select_indices(copies)
+        self.cache.batch_select_indices(copies)
         self._mask = self._mask[copies]
         return logits[copies]
 
@@ -86,7 +87,7 @@ class Decoder:
         """
         if 2 * int(is_alive.sum()) <= len(self.rows) and len(self.rows) > 1:
             kept = is_alive.nonzero().flatten() if bool(is_alive.any()) else torch.zeros_like(self.rows[:1])
-            self._cache.batch_select_indices(kept)
+            self.cache.batch_select_indices(kept)
             self.rows, tokens, self._mask = self.rows[kept], tokens[kept], self._mask[kept]
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         positions = self._new_positions[..., self.rows, self._step : self._step + 1]
@@ -98,7 +99,7 @@ class Decoder:
             input_ids=ids,
             attention_mask=self._mask,
             position_ids=positions,
-            past_key_values=self._cache,
+            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
             **inputs,

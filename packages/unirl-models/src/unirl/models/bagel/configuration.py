@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
-
 from unirl.models.loading import ModelFolder, fields_of
 from unirl.models.packed.vision import VisionConfig
+from unirl.models.packed.weights import tensor_shapes
 from unirl.types.errors import CheckpointError
 
 MODEL_FILE = "ema.safetensors"
@@ -121,11 +120,7 @@ def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             f"{path} is missing; the folder holds {there}. BAGEL's weights are {MODEL_FILE} and {VAE_FILE}, as "
             "published: fetch the folder again."
         )
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Fetch the folder again.") from error
+    return tensor_shapes(path)
 
 
 def _count(names: Mapping[str, Any], prefix: str) -> int:

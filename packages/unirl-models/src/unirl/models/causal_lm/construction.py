@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 
 from unirl.models.construction import UnfilledOnMeta, cast_saved, with_parameters_on_meta
 from unirl.models.extras import from_extra
+from unirl.types.devices import has_values
 
 with from_extra("transformers"):
     import transformers
+    from transformers.initialization import no_init_weights
 
 
 def from_configuration(model_class: Any, folder: Path, dtype: torch.dtype, device: str | torch.device) -> Any:
@@ -21,11 +24,14 @@ def from_configuration(model_class: Any, folder: Path, dtype: torch.dtype, devic
     model_class: of transformers, or an auto class (Any: they share no base class).
     """
     is_auto = not issubclass(model_class, torch.nn.Module)
-    with torch.device(device):
+    draws = has_values(torch.device(device))  # without values a draw that is repeated until it fits never ends
+    with torch.device(device), nullcontext() if draws else no_init_weights():
         if is_auto:
             model = model_class.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=dtype)
         else:
             model = model_class._from_config(model_class.config_class.from_pretrained(folder), dtype=dtype)
+    if not draws:
+        model.tie_weights()
     if model.can_generate():
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

@@ -17,8 +17,9 @@ from unirl.models.one_component import OneComponentBundle
 from unirl.models.packed.autoencoder import PackedAutoEncoder
 from unirl.models.packed.language import TextCache
 from unirl.models.packed.weights import replace_weights
-from unirl.models.stored import FileTensor, Source, TensorFiles
+from unirl.models.stored import FileTensor, Source, TensorFiles, without_values
 from unirl.models.token_scores import ScoringHead
+from unirl.types.devices import has_values
 
 
 class PackedBundle(OneComponentBundle):
@@ -54,6 +55,8 @@ class PackedBundle(OneComponentBundle):
 
     def stored_weights(self) -> dict[str, dict[str, Source]]:
         """Where each weight of the decoder is, see unirl.types.protocols.models.DefersWeights."""
+        if not has_values(self.device):
+            return {self.component: {**without_values(self.decoder)}}
         files = TensorFiles(self.files)
         found: dict[str, Source] = {
             name: FileTensor(files, f"{self.published_prefix}{name}", tensor.dtype)

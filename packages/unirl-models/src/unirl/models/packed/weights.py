@@ -10,16 +10,39 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MOST_HEADER_BYTES = 100_000_000
+"""As safetensors allows."""
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a safetensors file, from its header alone: the file is not mapped, however large.
+
+    Raises CheckpointError if it is damaged.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(opened.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if file.stat().st_size != end:
+            raise ValueError(f"{file.stat().st_size} bytes instead of {end}")
+        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Fetch the folder again.") from error
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -34,11 +57,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{folder} lacks {missing[:4]} ({len(missing)} files). Fetch the folder again.")
     found: dict[str, Path] = {}
     for file in sorted(files):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}). Fetch the folder again.") from error
+        found |= dict.fromkeys(tensor_shapes(file), file)
     return found
 
 
@@ -64,6 +83,12 @@ def fill(
         for prefix, module, _ in (*modules, *deferred)
         for name, tensor in module.state_dict().items()
     }
+    if device is not None and not has_values(device):
+        for _, module, dtype in modules:
+            module.to_empty(device=device).to(dtype).requires_grad_(False).eval()
+        for _, module, dtype in deferred:
+            module.to(dtype).requires_grad_(False).eval()
+        return
     place = "cpu" if device is None else str(device)
     with ExitStack() as stack:
         opened = {

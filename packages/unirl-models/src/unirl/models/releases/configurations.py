@@ -61,7 +61,7 @@ _BYT5_SMALL: Settings = {
     "num_heads": 6,
     "feed_forward_proj": "gated-gelu",
 }
-_QWEN_25_7B: Settings = {
+QWEN_25_7B: Settings = {
     "vocab_size": 152064,
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -77,8 +77,8 @@ _QWEN_VL_IDS: Settings = {
     "vision_end_token_id": 6,
 }
 """Ids of the stand-in tokenizer."""
-_QWEN_25_VL_7B: Settings = {
-    "text_config": _QWEN_25_7B,
+QWEN_25_VL_7B: Settings = {
+    "text_config": QWEN_25_7B,
     "vision_config": {
         "depth": 32,
         "hidden_size": 1280,
@@ -93,7 +93,7 @@ _QWEN_25_VL_7B: Settings = {
     },
     **_QWEN_VL_IDS,
 }
-_QWEN3_4B: Settings = {
+QWEN3_4B: Settings = {
     "vocab_size": 151936,
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -107,12 +107,12 @@ _QWEN3_4B: Settings = {
     "pad_token_id": 0,
 }
 _QWEN3_8B: Settings = {
-    **_QWEN3_4B,
+    **QWEN3_4B,
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
-_QWEN3_30B_A3B: Settings = {
+QWEN3_30B_A3B: Settings = {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -205,11 +205,11 @@ OF_CLASSES: Mapping[str, Settings] = {
     "CLIPVisionModelWithProjection": _CLIP_H_VISION,
     "T5EncoderModel": _T5_XXL,
     "UMT5EncoderModel": {**_T5_XXL, "vocab_size": 256384},
-    "Qwen2_5_VLForConditionalGeneration": _QWEN_25_VL_7B,
-    "Qwen2_5_VLTextModel": _QWEN_25_7B,
-    "Qwen3Model": _QWEN3_4B,
-    "Qwen3ForCausalLM": _QWEN3_4B,
-    "Qwen3MoeForCausalLM": _QWEN3_30B_A3B,
+    "Qwen2_5_VLForConditionalGeneration": QWEN_25_VL_7B,
+    "Qwen2_5_VLTextModel": QWEN_25_7B,
+    "Qwen3Model": QWEN3_4B,
+    "Qwen3ForCausalLM": QWEN3_4B,
+    "Qwen3MoeForCausalLM": QWEN3_30B_A3B,
     "Gemma2Model": _GEMMA2_2B,
     "LlamaModel": _LLAMA3_8B,
     "LlavaForConditionalGeneration": {

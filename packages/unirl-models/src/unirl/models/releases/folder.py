@@ -12,6 +12,8 @@ from typing import Any
 from unirl.models.extras import from_extra
 from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.indexes import INDEXES, index_of
+from unirl.models.releases.language import LANGUAGE_MODELS, LanguageModel
+from unirl.models.releases.unified import UNIFIED_MODELS
 from unirl.models.tiny.text import byte_tokenizer
 from unirl.types.errors import ConfigError
 
@@ -26,9 +28,18 @@ ALIASES: Mapping[str, str] = {
 }
 """Names in recipes -> releases with the same models."""
 LIBRARIES: Mapping[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
-SPECIAL = ("<pad>", "<s>", "</s>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<unk>")
+SPECIAL = ("<pad>", "<s>", "</s>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<unk>") + (
+    "<|audio_pad|>",
+    "<|audio_start|>",
+    "<|audio_end|>",
+)
 """Ids before those of bytes, in the order that `configurations` takes them for granted."""
-CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+CHAT = (
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 PROMPT_TOKENS = 4096
 """Longest text of a stand-in tokenizer whose family says no limit."""
 
@@ -40,20 +51,27 @@ Settings = dict[str, Any]  # Any: JSON values
 
 def is_known(hub_id: str) -> bool:
     """True if the configurations of this release are known."""
-    return ALIASES.get(hub_id, hub_id) in INDEXES
+    return ALIASES.get(hub_id, hub_id) in INDEXES or hub_id in {*LANGUAGE_MODELS, *UNIFIED_MODELS}
 
 
 def write_configurations(hub_id: str, folder: Path) -> None:
-    """The folder that a download of a diffusers release gives, with no weights and without its tokenizers' words.
+    """The folder that a download of a release gives, with no weights and without its tokenizers' words.
 
     Raises ConfigError for a release whose configurations are not known.
     """
+    if hub_id in UNIFIED_MODELS:
+        folder.mkdir(parents=True, exist_ok=True)
+        UNIFIED_MODELS[hub_id](folder)
+        return
+    if hub_id in LANGUAGE_MODELS:
+        _write_language_model(LANGUAGE_MODELS[hub_id], folder)
+        return
     release = ALIASES.get(hub_id, hub_id)
     if release not in INDEXES:
         raise ConfigError(
             f"the configurations of {hub_id} are not known. Give a folder with its *.json and tokenizer files "
             f"(`hf download {hub_id} --include '*.json' '*.txt' '*.model' --local-dir FOLDER`), or one of "
-            f"{', '.join(sorted({*INDEXES, *ALIASES}))}."
+            f"{', '.join(sorted({*INDEXES, *ALIASES, *LANGUAGE_MODELS, *UNIFIED_MODELS}))}."
         )
     index = index_of(release)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +92,21 @@ def write_configurations(hub_id: str, folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
+def _write_language_model(model: LanguageModel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = getattr(transformers, model.config_class)(**model.settings)
+    config.architectures = [model.model_class]
+    config.save_pretrained(folder)
+    _tokenizer(model.model_class, length=None).save_pretrained(folder)
+    if model.sees:
+        processor = transformers.Qwen2VLImageProcessorPil(patch_size=model.patch_size)
+        processor.save_pretrained(folder)
+    if model.num_mel_bins is not None:
+        path = folder / "preprocessor_config.json"
+        hears = transformers.WhisperFeatureExtractor(feature_size=model.num_mel_bins).to_dict()
+        path.write_text(json.dumps({**hears, **json.loads(path.read_text())}), encoding="utf-8")
+
+
 def _write_configuration(model_class: Any, settings: Settings, place: Path) -> None:  # Any: of either library
     if hasattr(model_class, "config_class") and model_class.config_class is not None:
         config = model_class.config_class(**settings)
@@ -86,16 +119,17 @@ def _write_configuration(model_class: Any, settings: Settings, place: Path) -> N
     (place / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _tokenizer(class_name: str) -> Any:  # Any: of transformers
-    length = 77 if class_name.startswith("CLIP") else PROMPT_TOKENS
+def _tokenizer(class_name: str, length: int | None = PROMPT_TOKENS) -> Any:  # Any: of transformers
+    """length: longest text, None for no limit; of CLIP always 77."""
+    length = 77 if class_name.startswith("CLIP") else length
     return byte_tokenizer(
         {token: place for place, token in enumerate(SPECIAL)},
-        model_max_length=length,
+        **({} if length is None else {"model_max_length": length}),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
         unk_token="<unk>",
-        additional_special_tokens=list(SPECIAL[3:7]),
+        additional_special_tokens=[*SPECIAL[3:7], *SPECIAL[8:]],
         chat_template=CHAT,
     )
 

@@ -1,0 +1,82 @@
+"""Configurations of released language models, which read texts, and some of them images and sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.models.releases.configurations import QWEN3_4B, QWEN3_30B_A3B, QWEN_25_7B, QWEN_25_VL_7B
+
+Settings = Mapping[str, Any]  # Any: JSON values
+
+IMAGE, VIDEO, VISION_START, VISION_END = 3, 4, 5, 6
+AUDIO, AUDIO_START = 8, 9
+"""Ids of the stand-in tokenizer."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """What a release's folder has besides weights and its tokenizer."""
+
+    config_class: str
+    settings: Settings
+    model_class: str
+    sees: bool = False
+    """True if it has an image processor."""
+    patch_size: int = 14
+    num_mel_bins: int | None = None
+    """Channels that the feature extractor of a model that hears makes."""
+
+
+_QWEN3 = ("Qwen3Config", QWEN3_4B, "Qwen3ForCausalLM")
+_OMNI_THINKER: Settings = {
+    "text_config": {
+        **QWEN3_30B_A3B,
+        "vocab_size": 152064,
+        "max_position_embeddings": 65536,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+    },
+    "audio_config": {"output_dim": 2048},
+    "vision_config": {"out_hidden_size": 2048},
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "audio_token_id": AUDIO,
+    "audio_start_token_id": AUDIO_START,
+}
+
+LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
+    "Qwen/Qwen3-4B": LanguageModel(*_QWEN3),
+    "Qwen/Qwen3-4B-Base": LanguageModel(*_QWEN3),
+    "Qwen/Qwen3-30B-A3B": LanguageModel("Qwen3MoeConfig", QWEN3_30B_A3B, "Qwen3MoeForCausalLM"),
+    "Qwen/Qwen2.5-VL-7B-Instruct": LanguageModel(
+        "Qwen2_5_VLConfig",
+        {
+            **QWEN_25_VL_7B,
+            "text_config": {
+                **QWEN_25_7B,
+                "max_position_embeddings": 128000,
+                "tie_word_embeddings": False,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+            },
+            "tie_word_embeddings": False,
+        },
+        "Qwen2_5_VLForConditionalGeneration",
+        sees=True,
+    ),
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": LanguageModel(
+        "Qwen3OmniMoeThinkerConfig",
+        _OMNI_THINKER,
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        sees=True,
+        patch_size=16,
+        num_mel_bins=128,
+    ),
+}
+"""By repository. Of Qwen3-Omni the Thinker, the part that is trained."""
