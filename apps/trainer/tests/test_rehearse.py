@@ -11,10 +11,12 @@ import pytest
 
 from unirl.app.command_line import Command
 from unirl.app.recipe import composed, settled
+from unirl.app.rehearsal.engines import with_engines
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.app.rehearsal.report import limit_of, verdict
-from unirl.app.rehearsal.share import share_of
+from unirl.app.rehearsal.share import Work, share_of
 from unirl.config.check import check_recipe
+from unirl.config.runs import ComposedRun
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
 
@@ -41,26 +43,72 @@ def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
     first, *rest = done.stdout.splitlines()
     assert "rank 0 of 4, " in first
     assert "of 16 samples made" in first
-    peaks = {match[1]: match[2] for line in rest if (match := re.match(r"  (\w+) +([\d.]+ [MG]B) per device", line))}
-    assert set(peaks) >= {"start", "rollout", "reward", "train"}
+    assert set(_peaks(done.stdout)) >= {"start", "rollout", "reward", "train"}
     assert any(line.startswith("  does not fit 1 MB: counted") for line in rest)
     assert any(re.match(r"    activations [\d.]+ MB: .*rows_per_forward", line) for line in rest)
 
 
+def checked(recipe: str, *words: str) -> ComposedRun:
+    return check_recipe(settled(composed(Command("rehearse", recipe, words))))
+
+
+def test_a_model_whose_configurations_are_not_known_is_named(tmp_path: Path) -> None:
+    run = checked("sd3/grpo", "bundle.pretrained_model=someone/something")
+    with pytest.raises(ConfigError, match="someone/something: the configurations of this model are not known"):
+        share_of(run, tmp_path)
+
+
+def test_texts_are_made_at_full_length() -> None:
+    done = rehearse("worlds/arithmetic/grpo", "device=cuda", "sampling.max_new_tokens=200", "batch_size=8")
+    assert done.returncode == 0, done.stderr
+    assert "every text of text has 200 tokens" in done.stdout
+    rollout, train = (_peaks(done.stdout)[phase] for phase in ("rollout", "train"))
+    # Of 64 completions: two layers with two heads of keys and values of width 32 in float32.
+    cached = 64 * 200 * 2 * 2 * 2 * 32 * 4
+    assert rollout > cached
+    assert train > rollout
+
+
+def _peaks(shown: str) -> dict[str, float]:
+    """Bytes by phase."""
+    units = {"MB": 1e6, "GB": 1e9}
+    found = re.finditer(r"^  (\w+) +([\d.]+) ([MG]B) per device", shown, re.M)
+    return {match[1]: float(match[2]) * units[match[3]] for match in found}
+
+
+SAMPLED = {name: Peak(100, {"activations": 70, "optimizer": 30}) for name in ("rollout", "reward", "train")}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "held", "phases_with_it", "has_activations"),
     [
-        ("sd3/sglang", "SGLangDiffusion"),
-        ("pe/pe_trainside_pickscore", "makes texts"),
-        ("vlm/qwen_vl_geo3k", "makes texts"),
-        ("sd3/replica_separate", "other devices"),
-        ("bagel/grpo", "ByteDance-Seed/BAGEL-7B-MoT: the configurations of this model are not known"),
+        ("sd3/sglang", 2 * 10**9, ["rollout", "reward"], True),  # sleeps in training
+        ("llm/qwen3_4b_dapo_grpo", 48 * 10**9, ["rollout", "reward"], False),
+        ("pe/pe_sglang_full_pickscore", 26 * 10**9, ["rollout", "reward"], True),
+        ("sd3/replica_separate", 2 * 10**9, ["engine"], False),
+        ("hunyuan_image3/vllm_omni", 250 * 10**6, ["engine"], False),  # each of eight devices has a part
     ],
 )
-def test_what_cannot_be_rehearsed_is_said_with_its_reason(recipe: str, said: str, tmp_path: Path) -> None:
-    run = check_recipe(settled(composed(Command("rehearse", recipe))))
-    with pytest.raises(ConfigError, match=said):
-        share_of(run, tmp_path)
+def test_engines_with_separate_weights_are_counted_by_formulas(
+    recipe: str, held: int, phases_with_it: list[str], has_activations: bool, tmp_path: Path
+) -> None:
+    run = checked(recipe)
+    share = share_of(run, tmp_path)
+    found = with_engines(SAMPLED, run, share, dict.fromkeys(run.all_policies, 10**9), 80e9)
+    assert {phase: peak.parts["engine"] for phase, peak in found.items() if "engine" in peak.parts} == dict.fromkeys(
+        phases_with_it, held
+    )
+    assert ("activations" in found["rollout"].parts) == has_activations
+    assert found["train"] == SAMPLED["train"]
+    if "engine" in found:
+        assert found["engine"].parts["activations"] == 70
+        assert found["rollout"].num_bytes == 30
+
+
+def test_of_several_stages_each_track_has_its_own_work(tmp_path: Path) -> None:
+    works = share_of(checked("pe/pe_trainside_pickscore"), tmp_path).works
+    # One prompt of a rank: four texts, eight images of each.
+    assert works == {"text": Work(4, 4, 2), "image": Work(32, 32, 4)}
 
 
 def test_ranks_that_share_samples_each_rehearse_those_of_their_group(tmp_path: Path) -> None:
@@ -68,11 +116,11 @@ def test_ranks_that_share_samples_each_rehearse_those_of_their_group(tmp_path: P
     topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.sp=2"]
     found = []
     for number, more in enumerate(([], topology)):
-        run = check_recipe(settled(composed(Command("rehearse", "worlds/shapes/flowgrpo", (*words, *more)))))
+        run = checked("worlds/shapes/flowgrpo", *words, *more)
         found.append(share_of(run, tmp_path / str(number)))
     alone, shared = found
     assert shared.num_ranks == alone.num_ranks == 4
-    assert shared.num_samples == 2 * alone.num_samples
+    assert shared.root.num_samples == 2 * alone.root.num_samples
 
 
 def rehearsed(**parts: int) -> Rehearsed:
@@ -80,9 +128,7 @@ def rehearsed(**parts: int) -> Rehearsed:
     return Rehearsed(
         recipe="some",
         num_ranks=1,
-        num_samples=1,
-        num_made=1,
-        num_trained=1,
+        works={"image": Work(num_samples=1, num_made=1, num_trained=1)},
         peaks={"train": Peak(sum(parts.values()), parts)},
         host_bytes=0,
         flops={},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,8 +40,17 @@ def reads(mode: Rehearsal) -> dict[str, Any]:
         "written over": (levels.clone().mul_(x[0, 0])).tolist(),
         "masked": list(x[x > 0].shape),
         "places": list((x > 0).nonzero().shape),
+        "listed": _num_reads(mode, lambda: x.tolist()),
+        "repeated": list(torch.arange(2, device=PRETEND).repeat_interleave(torch.tensor([3, 1]).to(PRETEND)).shape),
+        "counts": torch.bincount(torch.randint(4, (10,), device=PRETEND), minlength=4).tolist(),
         "at": sorted(mode.counts.reads),
     }
+
+
+def _num_reads(mode: Rehearsal, read: Callable[[], object]) -> int:
+    before = mode.counts.reads.total()
+    read()
+    return mode.counts.reads.total() - before
 
 
 def mixed() -> str:
@@ -65,7 +75,11 @@ def memory(mode: Rehearsal) -> dict[str, int]:
     with building_on("cpu", of=PRETEND) as place, torch.device(place):
         other = nn.Linear(10, 10, bias=False)
     found["built for the host"] = mode.ledger.alive[HOST]
-    del model, other
+    state = torch.randn(1024, 1024, device=PRETEND)
+    before = mode.ledger.device_bytes
+    state = state.to("cpu").to(PRETEND)
+    found["state that came back"] = mode.ledger.device_bytes - before
+    del model, other, state
     found["gone"] = mode.ledger.device_bytes
     empty_cache(PRETEND)
     return found
@@ -126,7 +140,7 @@ def repeated(mode: Rehearsal) -> dict[str, Any]:
             if name == "run":
                 kept = [model(x) for _ in range(3)]
             else:
-                with Repeats(mode).active([model], []):
+                with Repeats(mode).active([model], {}):
                     kept = [model(x) for _ in range(3)]
             found[name] = {
                 "flops": mode.counts.flops[name],

@@ -55,6 +55,9 @@ def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> N
     assert reads["written over"] == [0.0] * 3
     assert reads["masked"] == [12]
     assert reads["places"] == [12, 2]
+    assert reads["listed"] == 1
+    assert reads["repeated"] == [4]
+    assert reads["counts"] == [3, 3, 2, 2]
     kinds = {read.split(" at ")[0] for read in reads["at"]}
     assert kinds == {"a number", "a tensor", "a mask", "the places of a mask"}
     assert all("facts.py:" in read for read in reads["at"])
@@ -73,6 +76,7 @@ def test_a_module_that_leaves_the_device_counts_as_the_hosts(facts: Any) -> None
         "host": size,
         "back": size,
         "built for the host": 4 * 10 * 10,
+        "state that came back": 0,
         "gone": 0,
     }
 

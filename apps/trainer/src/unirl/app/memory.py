@@ -209,7 +209,7 @@ class _Estimate:
 
     def num_steps(self) -> int:
         """Steps of a sample that are trained on."""
-        return trained_steps(self.run)
+        return trained_steps(self.algorithm, self.run.sampling)
 
     def rollout_activations(self) -> float:
         """Bytes of one forward without gradient."""
@@ -257,12 +257,11 @@ class _Estimate:
         return bool(self.algorithm.ability("requires_reward_gradient"))
 
 
-def trained_steps(run: ComposedRun) -> int:
-    """Steps of a sample that the first algorithm of a run's first policy trains on."""
-    algorithm = next(iter(run.policy.algorithms.values()))
-    scheduler, rows = run.sampling.node.get("scheduler") or {}, algorithm.ability("trained_rows")
+def trained_steps(algorithm: Part, sampling: Part) -> int:
+    """Steps of a sample that an algorithm trains on."""
+    scheduler, rows = sampling.node.get("scheduler") or {}, algorithm.ability("trained_rows")
     chosen = algorithm.get(rows) if isinstance(rows, str) else rows
-    return chosen or scheduler.get("num_sde_steps") or run.sampling.get("num_inference_steps")
+    return chosen or scheduler.get("num_sde_steps") or sampling.get("num_inference_steps")
 
 
 def scorer_bytes(part: Part) -> float:

@@ -129,14 +129,31 @@ class Rehearsal(TorchDispatchMode):
             num = self._num_true(args[0])
             with self._fake:
                 return torch.empty(num, args[0].ndim, dtype=torch.int64, device=PRETEND)
+        if func is aten.repeat_interleave.Tensor and (repeats := self._values.get(args[0])) is not None:
+            num = int(repeats.sum())
+            with self._fake:
+                return torch.empty(num, dtype=args[0].dtype, device=PRETEND)
+        if func is aten.bincount.default:
+            return self._even_counts(*args, **named)
         with self._fake:
             if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
                 source = args[0]  # comes to the device
                 dtype = named.get("dtype") or source.dtype
+                # An expanded one, such as the zeros that stand for what left the device, comes as a whole.
+                if 0 in source.stride():
+                    return torch.empty(source.size(), dtype=dtype, device=PRETEND)
                 return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=PRETEND)
             if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in flat):
                 args, named = tree_unflatten([_stand_in(value) for value in flat], spec)
             return func(*args, **named)
+
+    def _even_counts(self, tokens: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        """How often each number occurs: all equally often, as the tokens of a router that is balanced."""
+        num, rest = divmod(tokens.numel(), max(minlength, 1))
+        with self._fake:
+            made = torch.empty(minlength, dtype=torch.int64, device=PRETEND)
+        self._values[made] = torch.tensor([num + (place < rest) for place in range(minlength)])
+        return made
 
     # Values of the device --------------------------------------------------------------------------------------------
 
@@ -205,7 +222,10 @@ class Rehearsal(TorchDispatchMode):
             return
         real = [self._with_values(value) for value in flat]
         own_args, own_named = tree_unflatten(real, spec)
-        made = func(*own_args, **own_named)
+        try:
+            made = func(*own_args, **own_named)
+        except NotImplementedError:  # a kernel that only devices have
+            return
         # An operator in place gives what it was given: its values changed with it.
         for each, values in zip(outs, made if isinstance(out, tuple | list) else (made,), strict=True):
             self._values[each] = values
@@ -264,8 +284,13 @@ class Rehearsal(TorchDispatchMode):
             return new_group(*args, **kwargs)
 
         self._patch(dist, "new_group", joined)
+
+        def listed(tensor: Tensor) -> Value:
+            return tensor.cpu().tolist()  # as torch does; a fake one reads each number
+
         module = torch.get_device_module(PRETEND)
         self._patch(torch.accelerator, "current_stream", module.current_stream)
+        self._patch(FakeTensor, "tolist", listed)
         self._patch(torch.UntypedStorage, "resize_", resized)
         self._patch(nn.Module, "_apply", moved)
         self._patch(torch.utils, "swap_tensors", swapped)

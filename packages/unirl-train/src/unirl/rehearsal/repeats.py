@@ -5,7 +5,8 @@ The others repeat what the first one counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,15 +46,17 @@ class Repeats:
         """Results by what they depend on."""
         self._costs: dict[Value, _Cost] = {}
         self._skips_training = False
+        self.flops: Counter[str] = Counter()
+        """Operations of the losses of each track, with their backward passes."""
 
     @contextmanager
-    def active(self, modules: Iterable[nn.Module], algorithms: Iterable[StageAlgorithm]) -> Generator[None]:
-        """Take the place of `forward` and `losses`."""
+    def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
+        """Take the place of `forward` and `losses`. algorithms: by track."""
         undo: list[Callable[[], None]] = []
         for module in modules:
-            undo.append(_replaced(module, "forward", self._forwards(module.forward, id(module))))
-        for algorithm in algorithms:
-            undo.append(_replaced(algorithm, "losses", self._losses(algorithm)))
+            undo.append(replaced(module, "forward", self._forwards(module.forward, id(module))))
+        for track, algorithm in algorithms.items():
+            undo.append(replaced(algorithm, "losses", self._losses(track, algorithm)))
         try:
             yield
         finally:
@@ -79,11 +82,13 @@ class Repeats:
 
         return run
 
-    def _losses(self, algorithm: StageAlgorithm) -> Callable[[MicroBatch], Iterator[LossPart]]:
+    def _losses(self, track: str, algorithm: StageAlgorithm) -> Callable[[MicroBatch], Iterator[LossPart]]:
         losses = algorithm.losses
+        mode = self._mode
 
         def run(micro: MicroBatch) -> Iterator[LossPart]:
             left, parts = algorithm.num_terms(micro.track), losses(micro)
+            before = mode.counts.flops[mode.phase]
             cost: _Cost | None = None
             sizes: list[int] = []
             while True:
@@ -103,6 +108,7 @@ class Repeats:
                         part = next(parts)
                         yield part
                 except StopIteration:
+                    self.flops[track] += mode.counts.flops[mode.phase] - before
                     return
                 finally:
                     self._skips_training = False
@@ -111,6 +117,16 @@ class Repeats:
                 del part
 
         return run
+
+    @contextmanager
+    def repeated(self, times: int) -> Generator[None]:
+        """What runs within it is counted so many times."""
+        with self._watched() as found:
+            yield
+        mode, cost = self._mode, found[0]
+        mode.counts.flops[mode.phase] += (times - 1) * cost.flops
+        for name, size in cost.collectives.items():
+            mode.collectives_of_phase()[name] += (times - 1) * size
 
     def _measured(self, call: Callable[[], Value]) -> tuple[_Cost, Value]:
         with self._watched() as found:
@@ -154,7 +170,7 @@ def _shape_of(tensor: Tensor) -> _Shape:
     return _Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
-def _replaced(owner: object, name: str, value: object) -> Callable[[], None]:
+def replaced(owner: object, name: str, value: object) -> Callable[[], None]:
     """Give an object another method; returns what undoes it."""
     own = vars(owner).get(name)
     setattr(owner, name, value)

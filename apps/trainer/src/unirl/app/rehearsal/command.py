@@ -16,6 +16,8 @@ from unirl.types.errors import ConfigError, UniRLError
 
 WORLDS = "worlds/"
 """Recipes of small models that come with the trainer, which run on any machine."""
+USUAL_BYTES = 80e9
+"""Memory of a device, if --fits does not say: some engines take a share of it."""
 
 
 def rehearse_recipes(command: Command) -> int:
@@ -23,10 +25,11 @@ def rehearse_recipes(command: Command) -> int:
     is_all = "all" in command.options
     names = [name for name in available() if not name.startswith(WORLDS)] if is_all else [command.recipe]
     limit = limit_of(str(command.options["fits"])) if "fits" in command.options else None
+    device_bytes = limit or USUAL_BYTES
     failed = 0
     for name in names:
         try:
-            found = _rehearsed(command, name)
+            found = _rehearsed(command, name, device_bytes)
         except UniRLError as error:
             if not is_all:
                 raise
@@ -44,14 +47,14 @@ def rehearse_recipes(command: Command) -> int:
     return int(failed > 0)
 
 
-def _rehearsed(command: Command, name: str) -> Rehearsed:
+def _rehearsed(command: Command, name: str, device_bytes: float) -> Rehearsed:
     """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
     config = composed(command, name)
     if config.get("device") == "auto":
         config.device = "cuda"
     run = check_recipe(settled(config))
     try:
-        return rehearse(run)
+        return rehearse(run, device_bytes)
     except UniRLError:
         raise
     except Exception as error:  # whatever a model's code does with a tensor that has no values

@@ -15,8 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unirl.algorithms.base import StageAlgorithm
-from unirl.app.rehearsal.share import Share, share_of
+from unirl.app.rehearsal.categories import (
+    ACTIVATIONS,
+    COPIES,
+    GRADIENTS,
+    OF_STATE,
+    REWARD_MODELS,
+    SAMPLES,
+    TEXT_ENCODERS,
+)
+from unirl.app.rehearsal.engines import with_engines
+from unirl.app.rehearsal.share import Share, Work, share_of
+from unirl.app.rehearsal.texts import longest_texts
 from unirl.config.runs import ComposedRun
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import LocalRuntime
@@ -40,12 +50,8 @@ from unirl.types.protocols.models import ModelBundle
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
 
-ACTIVATIONS, OPTIMIZER, GRADIENTS, COPIES = "activations", "optimizer", "gradients", "copies"
-TEXT_ENCODERS = "text encoders"
-CATEGORIES = {"parameters": "trained weights", "optimizer": OPTIMIZER}
-"""What training keeps, by the beginning of its name in the saved state; the rest is copies."""
-SAMPLES = "samples"
-"""Category of media, conditions and trajectories that wait to be trained on."""
+BETWEEN = ("other", "residency")
+"""Phases in which nothing is computed."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,8 @@ class Rehearsed:
 
     recipe: str
     num_ranks: int
-    num_samples: int
-    """In a rollout of the recipe."""
-    num_made: int
-    num_trained: int
+    works: Mapping[str, Work]
+    """By track."""
     peaks: Mapping[str, Peak]
     """Most bytes on the device by phase."""
     host_bytes: int
@@ -84,9 +88,10 @@ class _RankZero(LocalRuntime):
         return [MeshPlace()]
 
 
-def rehearse(run: ComposedRun) -> Rehearsed:
+def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
     """One step of a checked run, and the rollout of the next.
 
+    device_bytes: memory of a device, of which some engines take a share.
     Raises ConfigError for a recipe that cannot be rehearsed.
     """
     import diffusers  # noqa: F401 - libraries make tensors while they are imported, which the mode would take for the run's
@@ -101,32 +106,48 @@ def rehearse(run: ComposedRun) -> Rehearsed:
         join_group(share.num_ranks)
         try:
             with mode:
-                sample_bytes, counts = _step(share, mode, folder / "run")
+                step = _step(share, mode, folder / "run")
         finally:
             torch.distributed.destroy_process_group()
-    peaks = {name: _with_others(name, peak, share, sample_bytes) for name, peak in mode.ledger.peaks.items()}
+    peaks = {name: peak for name, peak in mode.ledger.peaks.items() if peak.num_bytes and name not in BETWEEN}
+    peaks = {name: _with_others(name, peak, share, step) for name, peak in peaks.items()}
     return Rehearsed(
         recipe=str(run.resolved["recipe"]),
         num_ranks=share.num_ranks,
-        num_samples=share.num_samples,
-        num_made=share.num_made,
-        num_trained=share.num_trained,
-        peaks={name: peak for name, peak in peaks.items() if peak.num_bytes and name != "other"},
+        works=share.works,
+        peaks=with_engines(peaks, run, share, step.weights, device_bytes) if share.apart else peaks,
         host_bytes=mode.ledger.host_peak,
-        flops=_scaled(counts.flops, share),
-        collectives={phase: dict(found) for phase, found in counts.collectives.items()},
-        reads=dict(counts.reads),
+        flops=_scaled(step, share),
+        collectives={
+            phase: dict(found)
+            for phase, found in step.counts.collectives.items()
+            if phase != "rollout" or len(share.apart) < len(share.run.stages)
+        },
+        reads=dict(step.counts.reads),
         cpu_s=time.process_time() - began,
         notes=share.notes,
     )
 
 
-def _step(share: Share, mode: Rehearsal, run_dir: Path) -> tuple[int, Counts]:
-    """Build, make a rollout to see what samples hold, and then a step: rollout, updates, push, and the next rollout,
-    which has the gradients in memory that the updates left.
+@dataclass(frozen=True)
+class _Step:
+    """What a rehearsed step found besides its peaks."""
 
-    Returns the bytes of a sample, and what the step computed and sent.
-    """
+    made_bytes: int
+    """On the device, of the samples of a rollout."""
+    trained_bytes: int
+    """On the device, of the samples that were trained on."""
+    weights: Mapping[str, int]
+    """Numbers in the models of each policy that samples."""
+    counts: Counts
+    """What the step computed and sent."""
+    flops_of_tracks: Counter[str]
+    """Operations of the losses of each track."""
+
+
+def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
+    """Build, make a rollout to see what samples hold, and then a step: rollout, updates, push, and the next rollout,
+    which has the gradients in memory that the updates left."""
     run_dir.mkdir()
     clock = PhaseClock()
 
@@ -141,27 +162,38 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> tuple[int, Counts]:
         return build_components(share.run, str(run_dir), context)
 
     with _RankZero(builder, device=share.run.device) as runtime:
-        bundles, backends = _models(share.run, runtime)
-        for bundle in bundles:
+        names = share.run.all_policies
+        bundles: dict[str, Any] = {name: runtime.component(role_name(name, "bundle", names)) for name in names}
+        backends = _backends(share.run, runtime)
+        for bundle in bundles.values():
             _label_models(mode, bundle)
         reward: Any = runtime.component("reward")  # Any: a service of `DrawnScorer`s
         for scorer in reward.scorers.values():
-            mode.ledger.label((each for module in scorer.modules() for each in _weights(module)), "reward models")
+            mode.ledger.label((each for module in scorer.modules() for each in _weights(module)), REWARD_MODELS)
         _label(mode, backends)
         mode.enter_phase("prepare")
         trainer = make_trainer(share.run, runtime, run_dir, [], threading.Event(), clock)
         trainer.prepare()
         _label(mode, backends)
         clock.observer = observed
-        modules = [module for bundle in bundles for module in bundle.trainable_modules().values()]
-        with Repeats(mode).active(modules, _algorithms(share.run, runtime)):
-            sample_bytes = _bytes_of_samples(trainer.collector.collect(0).resp) // share.num_made
+        modules = [module for bundle in bundles.values() for module in bundle.trainable_modules().values()]
+        pipelines = [pipeline for _, pipeline in _components(share.run, runtime, "pipeline")]
+        repeats = Repeats(mode)
+        with (
+            repeats.active(modules, dict(_components(share.run, runtime, "algorithm"))),
+            longest_texts(pipelines, repeats),
+        ):
+            made_bytes = _labelled(mode, trainer.collector.collect(0).resp, is_kept=False)
             mode.counts = Counts()
             rollout = trainer.collector.collect(1).resp
-            rows = range(min(share.num_trained, rollout.meta.batch_size))
-            chosen = runtime.gather([(rollout, rows)])
+            rows = min(share.root.num_trained or 1, rollout.meta.batch_size)
+            chosen = runtime.gather([(rollout, range(rows))])
             rollout.release()
+            chosen.map(_shortened, {track: work.num_trained for track, work in share.works.items()})
+            chosen.refresh()
+            trained_bytes = _labelled(mode, chosen, is_kept=True)
             with clock.phase("train"):
+                _label(mode, backends)  # what has come back to the device for this phase
                 runtime.role("stack", StackRole).train(chosen, progress=0.0)
             chosen.release()
             _label(mode, backends)
@@ -172,44 +204,54 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> tuple[int, Counts]:
                             pass
             counts, mode.counts = mode.counts, Counts()
             trainer.collector.collect(2).resp.release()
-    return sample_bytes, counts
-
-
-def _bytes_of_samples(resp: Held) -> int:
-    """Bytes that a response holds on the device."""
-    with resp:
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage()
-            for tensor in _tensors(resp.map(_itself))
-            if not has_values(tensor.device)
+        weights = {
+            name: sum(part.numel() for module in bundle.trainable_modules().values() for part in module.parameters())
+            for name, bundle in bundles.items()
         }
-        return sum(storage.nbytes() for storage in storages.values())
+    return _Step(made_bytes, trained_bytes, weights, counts, repeats.flops)
+
+
+def _labelled(mode: Rehearsal, resp: Held, *, is_kept: bool) -> int:
+    """Name the tensors of a response; returns the bytes that it holds on the device. is_kept: do not release it."""
+    tensors = [tensor for tensor in _tensors(resp.map(_itself)) if not has_values(tensor.device)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    mode.ledger.label(tensors, SAMPLES)
+    if not is_kept:
+        resp.release()
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _shortened(resp: RolloutResp, num_rows: Mapping[str, int]) -> None:
+    """Keep the first rows of each track."""
+    for name, track in resp.tracks.items():
+        if num_rows[name]:
+            resp.tracks[name] = track.select(list(range(min(num_rows[name], track.batch_size))))
 
 
 def _itself(value: RolloutResp) -> RolloutResp:
     return value
 
 
-def _models(run: ComposedRun, runtime: LocalRuntime) -> tuple[list[ModelBundle], list[FSDPBackend]]:
-    """Bundles and backends of the policies that train."""
-    bundles: list[ModelBundle] = []
+def _backends(run: ComposedRun, runtime: LocalRuntime) -> list[FSDPBackend]:
+    """The backends of the policies that train."""
     backends: list[FSDPBackend] = []
     for name in run.policies:
-        bundle: Any = runtime.component(role_name(name, "bundle", run.all_policies))  # Any: by its role
         backend = runtime.component(role_name(name, "backend", run.all_policies))
         if not isinstance(backend, FSDPBackend):
             raise ConfigError(f"{type(backend).__name__} of policy {name} is not rehearsed, only FSDPBackend.")
-        bundles.append(bundle)
         backends.append(backend)
-    return bundles, backends
+    return backends
 
 
-def _algorithms(run: ComposedRun, runtime: LocalRuntime) -> Iterator[StageAlgorithm]:
+def _components(run: ComposedRun, runtime: LocalRuntime, kind: str) -> Iterator[tuple[str, Any]]:  # Any: by its role
+    """Pipelines or algorithms of the policies that train, by name: that of the track."""
     for name, policy in run.policies.items():
-        for track in policy.algorithms:
-            own = "algorithm" if len(policy.algorithms) == 1 else f"algorithm/{track}"
-            algorithm: Any = runtime.component(role_name(name, own, run.all_policies))  # Any: by its role
-            yield algorithm
+        own = policy.algorithms if kind == "algorithm" else policy.pipelines
+        for track in own:
+            yield (
+                track,
+                runtime.component(role_name(name, kind if len(own) == 1 else f"{kind}/{track}", run.all_policies)),
+            )
 
 
 def _label_models(mode: Rehearsal, bundle: ModelBundle) -> None:
@@ -233,7 +275,7 @@ def _label(mode: Rehearsal, backends: Iterable[FSDPBackend]) -> None:
     """Name what training keeps."""
     for backend in backends:
         for name, tensor in backend.state_dict().items():
-            mode.ledger.label([local_part(tensor)], CATEGORIES.get(name.split("/")[0], COPIES))
+            mode.ledger.label([local_part(tensor)], OF_STATE.get(name.split("/")[0], COPIES))
         gradients = [parameter.grad for parameter in backend.parameters.values() if parameter.grad is not None]
         mode.ledger.label(map(local_part, gradients), GRADIENTS)
 
@@ -251,16 +293,25 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _with_others(phase: str, peak: Peak, share: Share, sample_bytes: int) -> Peak:
+def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
     """A peak with the samples of this rank that were not in memory then."""
-    there = {"rollout": share.num_made, "reward": share.num_made, "train": share.num_trained}.get(phase)
+    there = {"rollout": step.made_bytes, "reward": step.made_bytes, "train": step.trained_bytes}.get(phase)
     if there is None:
         return peak
-    others = sample_bytes * (share.num_samples - there)
+    others = round(step.made_bytes * share.root.num_samples / share.root.num_made) - there
     return Peak(peak.num_bytes + others, {**peak.parts, SAMPLES: peak.parts.get(SAMPLES, 0) + others})
 
 
-def _scaled(flops: Counter[str], share: Share) -> dict[str, int]:
+def _scaled(step: _Step, share: Share) -> dict[str, int]:
     """The operations of all samples of this rank."""
-    times = {"rollout": share.num_samples / share.num_made, "train": share.num_samples / share.num_trained}
-    return {phase: round(found * times.get(phase, 1)) for phase, found in flops.items()}
+    flops = dict(step.counts.flops)
+    if "rollout" in flops:
+        flops["rollout"] = round(flops["rollout"] * share.root.num_samples / share.root.num_made)
+    if "train" in flops:
+        # What belongs to no track (copies of the policy before the updates) is scaled as the first one that trains.
+        works = {track: work for track, work in share.works.items() if work.num_trained}
+        times = {track: work.num_samples / work.num_trained for track, work in works.items()}
+        rest = flops["train"] - sum(step.flops_of_tracks.values())
+        own = sum(found * times[track] for track, found in step.flops_of_tracks.items())
+        flops["train"] = round(own + rest * next(iter(times.values())))
+    return flops

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from unirl.app.rehearsal.rehearse import ACTIVATIONS, COPIES, GRADIENTS, OPTIMIZER, SAMPLES, TEXT_ENCODERS, Rehearsed
+from unirl.app.rehearsal.categories import ACTIVATIONS, COPIES, ENGINE, GRADIENTS, OPTIMIZER, SAMPLES, TEXT_ENCODERS
+from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.types.errors import ConfigError
 
 GB = 1e9
@@ -29,6 +30,7 @@ ALWAYS: Mapping[str, str] = {
     OPTIMIZER: "more devices, or parts/train=lora",
     GRADIENTS: "more devices, or parts/train=lora",
     COPIES: "more devices, or parts/train=lora",
+    ENGINE: "residency.sleep_engine=true, the engine's share of the memory lower, or parts/layout=separate",
     TEXT_ENCODERS: "bundle.rest_text_encoders=true",
 }
 """And in all of them."""
@@ -36,8 +38,12 @@ ALWAYS: Mapping[str, str] = {
 
 def lines(found: Rehearsed) -> Iterator[str]:
     """Peaks by phase, then what was computed, sent and read."""
-    share = f"{found.num_made} of {found.num_samples} samples made, {found.num_trained} trained on"
-    yield f"{found.recipe}: rank 0 of {found.num_ranks}, {share}, in {found.cpu_s:.0f} CPU s"
+    shares = [
+        f"{f'{track}: ' if len(found.works) > 1 else ''}{work.num_made} of {work.num_samples} samples made, "
+        f"{work.num_trained} trained on"
+        for track, work in found.works.items()
+    ]
+    yield f"{found.recipe}: rank 0 of {found.num_ranks}, {', '.join(shares)}, in {found.cpu_s:.0f} CPU s"
     for phase, peak in found.peaks.items():
         parts = sorted(peak.parts.items(), key=lambda part: -part[1])
         named = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= SMALLEST * peak.num_bytes)

@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import copy
-import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unirl.app.memory import scorer_bytes, trained_steps
+from unirl.app.rehearsal.prompts import write_prompts
 from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Policy, Stage
 
-PROMPTS = [f"a picture of {number} red kites over a grey sea, seen from a small boat" for number in range(64)]
 MICRO_BATCHES = 2
 """Micro-batches of an update: the second one has gradients in memory, and those after it are like it."""
-
-NOTES = (
-    "scores are drawn; the bytes of reward models are those of `check --memory`",
-    "the evaluation is left out",
-)
+UPDATES = 2
+"""Updates of a rollout: the second one has the optimizer's state in memory, and those after it are like it."""
+DIRECT = {
+    False: "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine",
+    True: "unirl.rollout.engine.trainside.text.TrainsideTextEngine",
+}
+"""Engines that sample with the model that trains, by whether they make texts."""
+KEPT = ("forward_batch_size", "media_bits", "decode", "drop_text_encoders", "track")
+"""Keywords of such an engine that it has too."""
+APART_ONLY = ("sleep_engine", "offload_weights")
+"""Options of `residency` that need such an engine."""
+REWARD = ("track", "credit", "weights", "truncated_reward")
+"""What stays of a recipe's reward."""
 
 Recipe = dict[str, Any]  # Any: a recipe's values
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does of a track in a step."""
+
+    num_samples: int
+    """In a rollout of the recipe."""
+    num_made: int
+    """In a rollout of the rehearsal; the others are added to what memory holds."""
+    num_trained: int
+    """Samples that are trained on, the first micro-batches of every update; 0 for a track that is not."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +58,19 @@ class Share:
     """The run of one process, on the pretend device."""
     num_ranks: int
     """Ranks of the group that trains."""
-    num_samples: int
-    """Samples of this rank in a rollout of the recipe."""
-    num_made: int
-    """Samples that are made, as many as one forward of the rollout takes; the others are added to what memory holds."""
-    num_trained: int
-    """Samples that are trained on, the first micro-batches of every update."""
+    works: Mapping[str, Work]
+    """By track, the first one first."""
+    apart: tuple[Stage, ...]
+    """Stages of the recipe whose engines have separate weights: the model that trains samples for them."""
     pushes: bool
     """True if weights are gathered for an engine."""
     notes: tuple[str, ...]
     """What is not rehearsed, or is taken from a formula."""
+
+    @property
+    def root(self) -> Work:
+        """The work of the track that reads the prompts."""
+        return next(iter(self.works.values()))
 
 
 def share_of(run: ComposedRun, folder: Path) -> Share:
@@ -57,23 +81,12 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     recipe: Recipe = copy.deepcopy(dict(run.resolved))
     train = groups_of_run(run)[0]
     num_ranks = len(train.devices)
-    for stage in run.stages:
-        if stage.sampling.get("height") is None:
-            raise ConfigError(
-                f"{stage.at} makes texts, whose ends depend on values; only images and videos are rehearsed yet."
-            )
-        if stage.at not in train.holds:
-            raise ConfigError(
-                f"{stage.at} samples on other devices than those that train, which is not rehearsed yet. Rehearse the "
-                "trainer alone with parts/layout=together."
-            )
-        if stage.engine.ability("has_own_weights"):
-            raise ConfigError(f"{stage.engine.name} is another process, which cannot be rehearsed.")
-    batch = _batch(run, num_ranks)
+    apart = tuple(stage for stage in run.stages if stage.engine.ability("has_own_weights"))
+    prompts, works = _works(run, num_ranks)
     recipe.update(
         runtime="local",
         num_devices=1,
-        batch_size=batch.prompts,
+        batch_size=prompts,
         num_rollouts=2,
         max_cpu_s=None,
         eval=None,
@@ -86,11 +99,21 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         run_dir=None,
         resume=None,
     )
-    recipe["reward"] = {"_target_": "unirl.reward.service.RewardService", "scorers": dict(_scorers(run))}
-    if weights := run.resolved["reward"].get("weights"):
-        recipe["reward"]["weights"] = weights
+    recipe["reward"] = {
+        **{key: value for key, value in run.resolved["reward"].items() if key in REWARD},
+        "_target_": "unirl.reward.service.RewardService",
+        "scorers": dict(_scorers(run)),
+    }
+    for stage in apart:
+        _sample_directly(recipe, stage, works[str(stage.track)])
+    for policy in run.policies.values():
+        _at(recipe, policy.stack.at)["num_updates_per_batch"] = _num_updates(policy)
+    if apart:  # what only engines with separate weights can do
+        residency = run.resolved.get("residency") or {}
+        recipe["residency"] = {key: residency[key] for key in residency if key not in APART_ONLY}
     folder.mkdir(parents=True, exist_ok=True)
-    _write_prompts(recipe, folder)
+    frames = max(stage.sampling.get("num_frames", 1) for stage in run.stages)
+    recipe["data"] = write_prompts(recipe["data"], folder, frames)
     for at, bundle in _bundles(recipe):
         source = bundle.get("pretrained_model")
         if not Path(str(source)).is_dir():
@@ -104,37 +127,99 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     return Share(
         run=replace(small, device=PRETEND),
         num_ranks=num_ranks,
-        num_samples=batch.num_samples,
-        num_made=batch.num_made,
-        num_trained=batch.num_trained,
+        works=works,
+        apart=apart,
         pushes=any(policy.sync is not None for policy in run.policies.values()),
-        notes=NOTES,
+        notes=tuple(_notes(run, apart)),
     )
 
 
-@dataclass(frozen=True)
-class _Batch:
-    prompts: int
-    num_samples: int
-    num_made: int
-    num_trained: int
+def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
+    yield "scores are drawn; the bytes of reward models are those of `check --memory`"
+    yield "the evaluation is left out"
+    for stage in run.stages:
+        if _makes_texts(stage):
+            yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
+    for stage in apart:
+        yield f"{stage.engine.name} is counted by formulas; the model that trains made its samples"
 
 
-def _batch(run: ComposedRun, num_ranks: int) -> _Batch:
-    """Whole groups that fill one forward of the rollout and the first micro-batches of every update."""
-    per_prompt = run.sampling.get("samples_per_prompt", 1)
-    num_samples = run.batch_size * per_prompt * run.policy.ranks_per_sample // num_ranks
-    stack = run.policy.stack
-    updates, micro = stack.get("num_updates_per_batch", 1), stack.get("micro_batch_size", 1)
-    algorithm = next(iter(run.policy.algorithms.values()))
-    parts = micro * trained_steps(run) // (algorithm.get("rows_per_forward") or micro * trained_steps(run))
-    # Several backward passes of one micro-batch show the same as several micro-batches.
-    trained = min(num_samples, updates * micro * (1 if parts > MICRO_BATCHES else MICRO_BATCHES))
-    wanted = max(trained, min(num_samples, run.engine.get("forward_batch_size") or num_samples))
-    prompts = max(1, -(-wanted // per_prompt))
-    while prompts * per_prompt % updates:
+def _makes_texts(stage: Stage) -> bool:
+    return stage.sampling.get("max_new_tokens") is not None
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------
+
+
+def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
+    """Prompts of a rehearsed rollout, and the work of each track: whole groups that fill one forward of the rollout
+    and the first micro-batches of every update."""
+    per_prompt: dict[str | None, int] = {}
+    for stage in run.stages:
+        above = per_prompt[stage.grows_from] if stage.grows_from is not None else 1
+        per_prompt[stage.track] = above * stage.sampling.get("samples_per_prompt", 1)
+    trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
+    of_rank = run.batch_size * run.policy.ranks_per_sample / num_ranks
+    prompts = 1
+    for stage in run.stages:
+        num_samples = round(of_rank * per_prompt[stage.track])
+        # Of several stages one prompt makes so much that forwards are full.
+        full = 1 if run.is_staged else min(num_samples, stage.engine.get("forward_batch_size") or 1)
+        wanted = max(min(trained[stage.track], num_samples), full)
+        prompts = max(prompts, -(-wanted // per_prompt[stage.track]))
+    updates = math.lcm(*map(_num_updates, run.policies.values()))
+    while prompts * per_prompt[run.stages[0].track] % updates:
         prompts += 1
-    return _Batch(prompts, num_samples, prompts * per_prompt, trained)
+    return prompts, {
+        str(stage.track): Work(
+            num_samples=max(1, round(of_rank * per_prompt[stage.track])),
+            num_made=prompts * per_prompt[stage.track],
+            num_trained=min(trained[stage.track], prompts * per_prompt[stage.track]),
+        )
+        for stage in run.stages
+    }
+
+
+def _num_updates(policy: Policy) -> int:
+    """Updates of a rehearsed rollout."""
+    return min(policy.stack.get("num_updates_per_batch", 1), UPDATES)
+
+
+def _num_trained(run: ComposedRun, stage: Stage) -> int:
+    """Samples of a track that show what training takes."""
+    policy = run.all_policies[stage.policy]
+    algorithm = policy.algorithms.get(str(stage.track))
+    if algorithm is None:
+        return 0
+    updates, micro = _num_updates(policy), policy.stack.get("micro_batch_size", 1)
+    if _makes_texts(stage):
+        return updates * micro * MICRO_BATCHES
+    rows = micro * trained_steps(algorithm, stage.sampling)
+    # Several backward passes of one micro-batch show the same as several micro-batches.
+    parts = rows // (algorithm.get("rows_per_forward") or rows)
+    return updates * micro * (1 if parts > MICRO_BATCHES else MICRO_BATCHES)
+
+
+# Other sections --------------------------------------------------------------------------------------------------
+
+
+def _sample_directly(recipe: Recipe, stage: Stage, work: Work) -> None:
+    """Let the model that trains sample for a stage."""
+    engine = {key: value for key, value in stage.engine.node.items() if key in KEPT}
+    engine.setdefault("forward_batch_size", work.num_made)
+    section, _, key = stage.engine.at.rpartition(".")
+    own = _at(recipe, section)
+    own[key] = {"_target_": DIRECT[_makes_texts(stage)], **engine}
+    for policy in (recipe, *(recipe.get("policies") or {}).values()):
+        policy.pop("sync", None)
+
+
+def _at(recipe: Recipe, place: str) -> Recipe:
+    """The section at a place such as `policies.writer`, to be changed."""
+    found = recipe
+    for key in place.split(".") if place else ():
+        found = found[key]
+    return found
 
 
 def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
@@ -158,9 +243,3 @@ def _bundles(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     for name, sections in (recipe.get("policies") or {}).items():
         if isinstance(sections, Mapping) and sections.get("bundle"):
             yield f"policies.{name}.bundle", sections["bundle"]
-
-
-def _write_prompts(recipe: Recipe, folder: Path) -> None:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    recipe["data"] = {**recipe["data"], "path": str(path)}

@@ -53,7 +53,7 @@ _OMNI_THINKER: Settings = {
 LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
     "Qwen/Qwen3-4B": LanguageModel(*_QWEN3),
     "Qwen/Qwen3-4B-Base": LanguageModel(*_QWEN3),
-    "Qwen/Qwen3-30B-A3B": LanguageModel("Qwen3MoeConfig", QWEN3_30B_A3B, "Qwen3MoeForCausalLM"),
+    "Qwen/Qwen3-30B-A3B-Base": LanguageModel("Qwen3MoeConfig", QWEN3_30B_A3B, "Qwen3MoeForCausalLM"),
     "Qwen/Qwen2.5-VL-7B-Instruct": LanguageModel(
         "Qwen2_5_VLConfig",
         {
