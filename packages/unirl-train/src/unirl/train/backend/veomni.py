@@ -6,7 +6,7 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -81,12 +81,12 @@ def shard_by_veomni(
         device_type=device.type,
         name=None,
     )
-    held = {name: _tensors(module) for name, module in modules.items()}
+    held = {name: _values(module) for name, module in modules.items()}
     shard_experts(experts, topology, config, device)
     with states.use_parallel_state(state):
         roots = [_sharded(module, blocks[name], config) for name, module in modules.items()]
     for name, module in modules.items():
-        _put_back(module, *held[name])
+        _put_back(module, held[name])
     return roots
 
 
@@ -109,27 +109,35 @@ def _sharded(module: nn.Module, blocks: Sequence[nn.Module], config: FSDPConfig)
     return root
 
 
-def _tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Parameters and buffers by name; tied parameters under each."""
-    return dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers())
+class _Values(NamedTuple):
+    """What a module holds before VeOmni leaves new tensors without values, and tied parameters apart."""
+
+    tensors: dict[str, Tensor]
+    """Parameters, each once, and buffers by name, in host memory. Those of the meta device have no value."""
+    ties: dict[str, str]
+    """Other names of a parameter -> its first."""
+
+
+def _values(module: nn.Module) -> _Values:
+    first: dict[nn.Parameter, str] = {}
+    ties = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (other := first.setdefault(parameter, name)) != name:
+            ties[name] = other
+    every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # Values alone: FSDP moves what it shards to the device, and a parameter that is kept would stay there whole.
+    return _Values({name: each.detach().to("cpu") for name, each in every.items() if not each.is_meta}, ties)
 
 
 @torch.no_grad()
-def _put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
-    """Give the shards and buffers of `module` the values of whole tensors, and tie what was tied: VeOmni leaves new
-    tensors without values. Those of the meta device have none."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for name, whole in parameters.items():
+def _put_back(module: nn.Module, values: _Values) -> None:
+    """Give the shards and buffers of `module` their values, and tie what was tied."""
+    new = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, whole in values.tensors.items():
+        local_of(new[name]).copy_(whole[local_box(new[name])])
+    for name, other in values.ties.items():
         owner, _, leaf = name.rpartition(".")
-        if whole in new:
-            setattr(module.get_submodule(owner), leaf, new[whole])
-            continue
-        new[whole] = module.get_parameter(name)
-        if not whole.is_meta:
-            local_of(new[whole]).copy_(whole[local_box(new[whole])])
-    for name, whole in buffers.items():
-        if not whole.is_meta:
-            module.get_buffer(name).copy_(whole)
+        setattr(module.get_submodule(owner), leaf, new[other])
 
 
 def _veomni(module: str) -> Any:  # Any: an optional library
