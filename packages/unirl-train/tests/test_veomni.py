@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,18 @@ def test_veomni_passes_the_contract_suite(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return results_of_ranks(steps_of_both, tmp_path_factory.mktemp("two-ranks"))
+    folder = tmp_path_factory.mktemp("two-ranks")
+    return results_of_ranks(partial(steps_of_both, folder), folder)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=with_veomni) for case in CASES])
-def test_gradients_steps_and_copies_have_the_bits_of_fsdp_backend(case: str, ranks: list[dict]) -> None:
+def test_gradients_steps_copies_and_pushed_shards_have_the_bits_of_fsdp_backend(case: str, ranks: list[dict]) -> None:
     assert [rank[case] for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("way", [pytest.param(f"{way} by VeOmni's", marks=with_veomni) for way in ("saved", "loaded")])
+def test_a_checkpoint_of_one_backend_resumes_bit_for_bit_with_the_other(way: str, ranks: list[dict]) -> None:
+    assert [rank[way] for rank in ranks] == [[], []]
 
 
 @pytest.mark.parametrize("number", [pytest.param(number, marks=with_veomni) for number in range(2)])
