@@ -14,6 +14,7 @@ from unirl.models.bagel.bundle import BagelBundle
 from unirl.models.bagel.pipeline import BagelPipeline
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline
+from unirl.models.hunyuan_image3.transformer import expert_stacks
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.errors import ConfigError, WeightSyncError
 from unirl.types.media import Images, Texts
@@ -21,7 +22,7 @@ from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-from unirl.types.weights import WeightSpec, weight_buckets
+from unirl.types.weights import WeightSpec, in_published_parts, weight_buckets
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.slow]
 
@@ -188,7 +189,8 @@ def push(engine: Any, module: torch.nn.Module, version: int, *, without: str = "
 
 
 def plain(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    return in_published_parts(state, expert_stacks(module))
 
 
 def test_a_push_reaches_every_weight_that_draws(unified: Unified) -> None:

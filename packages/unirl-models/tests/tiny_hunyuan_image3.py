@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, HunyuanImage3Config, LayerConfig, VAEConfig
 from unirl.models.hunyuan_image3.model import ImageParts
-from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
+from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder, expert_stacks
 from unirl.models.packed.vision import VisionConfig
 from unirl.models.packed.weights import INDEX
 from unirl.models.tiny.text import byte_tokenizer
+from unirl.types.weights import in_published_parts
 
 WORDS = [
     *("<boi>", "<eoi>", "<img>", "<cfg>", "<recaption>", "</recaption>", "<think>", "</think>", "<answer>"),
@@ -79,23 +81,29 @@ def tokenizer() -> Any:  # Any: a tokenizer of transformers
 def randomised(module: nn.Module, *, seed: int) -> nn.Module:
     """Weights large enough that every part matters; norms about 1."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("bias"):
-            parameter.data = 0.1 * noise
-        elif parameter.ndim == 1:
-            parameter.data = 1 + 0.2 * noise
-        elif "wte" in name or "position_embedding" in name:
-            parameter.data = 0.7 * noise
-        else:
-            parameter.data = noise * 1.2 / parameter[0].numel() ** 0.5
+    parts = in_published_parts(dict(module.named_parameters()), expert_stacks(module))
+    # Both weights of an expert before those of the next.
+    names = {re.sub(r"(\.experts\.\d+)\..*", r"\1", name): None for name in parts}
+    with torch.no_grad():
+        for name in [each for begin in names for each in parts if each == begin or each.startswith(f"{begin}.")]:
+            parameter = parts[name]
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.2 * noise)
+            elif "wte" in name or "position_embedding" in name:
+                parameter.copy_(0.7 * noise)
+            else:
+                parameter.copy_(noise * 1.2 / parameter[0].numel() ** 0.5)
     return module
 
 
 def weights(*, seed: int = 0, config: HunyuanImage3Config = TINY) -> dict[str, Tensor]:
     """By their published names."""
     parts = [randomised(HunyuanImage3Decoder(config.decoder), seed=seed), randomised(ImageParts(config), seed=seed + 1)]
-    return {name: tensor for part in parts for name, tensor in part.state_dict().items()}
+    state = {name: tensor for part in parts for name, tensor in part.state_dict().items()}
+    return {name: part.clone() for name, part in in_published_parts(state, expert_stacks(parts[0])).items()}
 
 
 def config_json(config: HunyuanImage3Config = TINY) -> dict[str, Any]:

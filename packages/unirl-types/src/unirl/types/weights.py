@@ -45,15 +45,15 @@ PublishedParts = Mapping[str, tuple[int, slice]]
 
 
 def in_published_parts(
-    component: str, tensors: Mapping[str, Tensor], stacks: Mapping[str, PublishedParts]
+    tensors: Mapping[str, Tensor], stacks: Mapping[str, PublishedParts], prefix: str = ""
 ) -> dict[str, Tensor]:
-    """The tensors of a component, and of stacks instead their parts by their published names, sharing memory.
+    """The tensors, and of stacks instead their parts by their published names, sharing memory.
 
-    stacks: by "component.name", see unirl.types.protocols.models.StacksWeights.
+    stacks: by the name of the tensor after `prefix`, see unirl.types.protocols.models.StacksWeights.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        parts = stacks.get(f"{component}.{name}")
+        parts = stacks.get(f"{prefix}{name}")
         if parts is None:
             found[name] = tensor
         else:

@@ -11,12 +11,13 @@ from unirl.models.hunyuan_image3.language import HunyuanImage3Language
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.template import Style, WordIds
-from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
+from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder, expert_stacks
 from unirl.models.packed.bundle import PackedBundle
 from unirl.models.packed.weights import fill, weight_files
 from unirl.models.token_scores import CHUNK_LOGITS
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.precision import dtype_named
+from unirl.types.weights import PublishedParts
 
 Trains = Literal["attention", "all"]
 
@@ -30,8 +31,8 @@ class HunyuanImage3Bundle(PackedBundle):
     pretrained_model: a folder or a hub id. dtype: of all weights but the autoencoder's, which has `vae_dtype`.
     trains: "attention" of every block, or "all" of the decoder, its experts included. With LoRA it does not matter:
         the projections of attention are adapted.
-    decoder_device: None is `device`. On "cpu" the decoder stays mapped to its files until the backend shards it, block
-        by block: no device holds it whole.
+    decoder_device: None is `device`. On "cpu" the decoder stays in host memory until the backend shards it, block by
+        block: no device holds it whole. All but the experts is mapped to its files.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`.
     defers_weights: leave the decoder's weights to the backend, which reads this rank's part of each, wherever the
         decoder is said to be.
@@ -85,9 +86,9 @@ class HunyuanImage3Bundle(PackedBundle):
         decoder = [("", self.decoder, weights_dtype)]
         images = [("", self.images, weights_dtype), ("vae.", self.vae, vae_weights_dtype)]
         if defers_weights:
-            fill(images, self.files, deferred=decoder, device=self.device, most=self.most_names)
+            fill(images, self.files, deferred=decoder, device=self.device, most=self.most_names, stacks=self.stacks())
         else:
-            fill([*decoder, *images], self.files, most=self.most_names)
+            fill([*decoder, *images], self.files, most=self.most_names, stacks=self.stacks())
             self.decoder.to(self.device if decoder_device is None else decoder_device)
         self.images.vae = self.vae
         self.images.to(self.device)
@@ -115,6 +116,10 @@ class HunyuanImage3Bundle(PackedBundle):
         """Transformer and output projection. Rows of an adapted `qkv_proj` are in the published order, one group of
         heads after the other."""
         return self._decoder
+
+    def stacks(self) -> dict[str, PublishedParts]:
+        """Those of the routed experts."""
+        return expert_stacks(self.decoder)
 
     def new_decoder(self) -> HunyuanImage3Decoder:
         return HunyuanImage3Decoder(self.config.decoder)

@@ -15,6 +15,7 @@ from unirl.models.hunyuan_image3.configuration import DecoderConfig, LayerConfig
 from unirl.models.hunyuan_image3.layout import Layout
 from unirl.models.packed.layers import Outputs, RMSNorm, Rotary, rotated
 from unirl.models.packed.rows import KeyValues
+from unirl.types.weights import PublishedParts
 
 
 class MLP(nn.Module):
@@ -27,8 +28,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, D]."""
-        up, gate = self.gate_and_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(up * silu(gate))
+        return self.down_proj(_gated(self.gate_and_up_proj(x)))
+
+
+def _gated(gate_and_up: Tensor) -> Tensor:
+    """[n, 2 I] -> [n, I]."""
+    up, gate = gate_and_up.chunk(2, dim=-1)
+    return up * silu(gate)
 
 
 class Gate(nn.Module):
@@ -51,25 +57,50 @@ class Gate(nn.Module):
         return chosen / chosen.sum(-1, keepdim=True).clamp(min=torch.finfo(chosen.dtype).eps), experts
 
 
+class Experts(nn.Module):
+    """The routed experts of a block, each an `MLP` whose published weights are entries of stacks. Drops no token."""
+
+    def __init__(self, num_experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_and_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, width, inner))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum [N, D] of the experts int64 [N, K] of tokens [N, D], with weights [N, K]."""
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=self.num_experts).tolist()
+        parts = x.index_select(0, order // experts.shape[1]).split(counts)
+        stacks = zip(parts, self.gate_and_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+        made = torch.cat([linear(_gated(linear(part, gate_and_up)), down) for part, gate_and_up, down in stacks])
+        of_token = made.index_select(0, order.argsort()).unflatten(0, experts.shape)
+        return (of_token * weights[..., None]).sum(1)
+
+
+def expert_stacks(decoder: nn.Module) -> dict[str, PublishedParts]:
+    """Where the weights of each routed expert lie in the stacks of a decoder, by the names of these."""
+    found: dict[str, PublishedParts] = {}
+    for path, each in decoder.named_modules():
+        if isinstance(each, Experts):
+            for kind in ("gate_and_up_proj", "down_proj"):
+                names = [f"{path}.{expert}.{kind}.weight" for expert in range(each.num_experts)]
+                found[f"{path}.{kind}"] = {name: (expert, slice(None)) for expert, name in enumerate(names)}
+    return found
+
+
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of a token's experts, and the expert that all tokens share. No token is dropped."""
+    """The weighted sum of a token's experts, and the expert that all tokens share."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
         self.gate = Gate(config.hidden_size, config.num_experts, layer.top_k)
         self.shared_mlp = MLP(config.hidden_size, layer.shared_width)
-        self.experts = nn.ModuleList(MLP(config.hidden_size, layer.expert_width) for _ in range(config.num_experts))
+        self.experts = Experts(config.num_experts, config.hidden_size, layer.expert_width)
 
     def forward(self, x: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
         """[N, D] of tokens [N, D], and their experts int64 [N, K]."""
         weights, experts = self.gate(x, routes)
-        order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        parts = x.index_select(0, order // experts.shape[1]).split(counts)
-        # An expert without tokens runs too: where experts train, all ranks must have gradients of the same ones.
-        made = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
-        of_token = made.index_select(0, order.argsort()).unflatten(0, experts.shape)
-        return (of_token * weights[..., None].to(x.dtype)).sum(1) + self.shared_mlp(x), experts
+        return self.experts(x, experts, weights.to(x.dtype)) + self.shared_mlp(x), experts
 
 
 class Attention(nn.Module):

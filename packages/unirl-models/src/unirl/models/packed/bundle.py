@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from unirl.models.causal_lm.converted import Stacked
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.loading import open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
@@ -20,6 +21,7 @@ from unirl.models.packed.weights import replace_weights
 from unirl.models.stored import FileTensor, Source, TensorFiles, without_values
 from unirl.models.token_scores import ScoringHead
 from unirl.types.devices import has_values
+from unirl.types.weights import PublishedParts, in_published_parts
 
 
 class PackedBundle(OneComponentBundle):
@@ -58,11 +60,24 @@ class PackedBundle(OneComponentBundle):
         if not has_values(self.device):
             return {self.component: {**without_values(self.decoder)}}
         files = TensorFiles(self.files)
-        found: dict[str, Source] = {
-            name: FileTensor(files, f"{self.published_prefix}{name}", tensor.dtype)
-            for name, tensor in self.decoder.state_dict().items()
-        }
+        stacks, found = self.stacks(), dict[str, Source]()
+        for name, tensor in self.decoder.state_dict().items():
+            parts = [FileTensor(files, f"{self.published_prefix}{each}", tensor.dtype) for each in stacks.get(name, ())]
+            whole = FileTensor(files, f"{self.published_prefix}{name}", tensor.dtype)
+            found[name] = Stacked(parts) if parts else whole
         return {self.component: found}
+
+    def stacks(self) -> dict[str, PublishedParts]:
+        """Where weights lie in those of the decoder that are stacks of several, each a whole entry, in their order."""
+        return {}
+
+    def published_parts(self) -> dict[str, PublishedParts]:
+        return {f"{self.component}.{name}": parts for name, parts in self.stacks().items()}
+
+    def published(self, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """As the base has it, stacks taken apart."""
+        stacks = self.stacks()
+        return super().published({name: in_published_parts(tensors, stacks) for name, tensors in state.items()})
 
     def load_tokenizer(self) -> Any:  # Any: a tokenizer of transformers
         """The folder's tokenizer."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError
+from unirl.types.weights import PublishedParts, in_published_parts
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def fill(
     device: torch.device | None = None,
     owner: str = "this model",
     most: int | None = None,
+    stacks: Mapping[str, PublishedParts] | None = None,
 ) -> None:
     """Give modules on the meta device their weights, in place; frozen and in evaluation mode.
 
@@ -76,13 +78,16 @@ def fill(
     are checked, and given their dtype. On the CPU, where they are by default, a weight that has the dtype stays mapped
     to its file, so that processes of a machine share it. Raises CheckpointError, before anything is read, if weights
     are missing or of another shape; those that no module has are named in the log.
-    owner: what the weights are of, most: names of a kind, in that error.
+    owner: what the weights are of, most: names of a kind, in that error. stacks: by the beginning and name of tensors
+    that are made of several in the files.
     """
-    expected = {
-        f"{prefix}{name}": tensor.shape
+    own = {} if stacks is None else stacks
+    everything = {
+        f"{prefix}{name}": tensor
         for prefix, module, _ in (*modules, *deferred)
         for name, tensor in module.state_dict().items()
     }
+    expected = {name: tensor.shape for name, tensor in in_published_parts(everything, own).items()}
     if device is not None and not has_values(device):
         for _, module, dtype in modules:
             module.to_empty(device=device).to(dtype).requires_grad_(False).eval()
@@ -106,10 +111,15 @@ def fill(
         if unread:
             logger.warning("%d tensors of %s are not read: %s", len(unread), owner, unread[:8])
         for prefix, module, dtype in modules:
-            tensors = {
-                name: opened[files[f"{prefix}{name}"]].get_tensor(f"{prefix}{name}").to(dtype)
-                for name in module.state_dict()
-            }
+            tensors = {}
+            for name, tensor in module.state_dict().items():
+                whole = f"{prefix}{name}"
+                if whole not in own:
+                    tensors[name] = opened[files[whole]].get_tensor(whole).to(dtype)
+                    continue
+                tensors[name] = torch.empty(tensor.shape, dtype=dtype, device=place)
+                for part, value in in_published_parts({whole: tensors[name]}, own).items():
+                    value.copy_(opened[files[part]].get_tensor(part))
             module.load_state_dict(tensors, assign=True)
             module.requires_grad_(False).eval()
         for _, module, dtype in deferred:

@@ -84,7 +84,7 @@ class PolicyWeights:
         self._before_reading()
         for name, module in chosen.items():
             for plain, tensor in self._merged(name, _without_ties(module), values):
-                for published, part in in_published_parts(name, {plain: tensor}, self._parts).items():
+                for published, part in in_published_parts({plain: tensor}, self._parts, f"{name}.").items():
                     yield qualified_name(name, published, chosen), part
 
     def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:

@@ -153,7 +153,10 @@ class ReplicaWeights:
     def _tensors(self) -> dict[str, Tensor]:
         """Tensors of a push of the whole model, by name; they share memory with the modules."""
         return qualified(
-            {name: in_published_parts(name, _without_ties(each), self._stacks) for name, each in self._modules.items()}
+            {
+                name: in_published_parts(_without_ties(module), self._stacks, f"{name}.")
+                for name, module in self._modules.items()
+            }
         )
 
 
