@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
+from unirl.models.hunyuan_image3.pipeline import HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
@@ -65,8 +68,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
+tiny_hunyuan_image3: Any = importlib.import_module("packages.unirl-models.tests.tiny_hunyuan_image3")
 
 NUM_EXPERTS = 8
+
+
+def _with_experts(config: Any) -> Any:
+    return dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_experts=NUM_EXPERTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,11 @@ TEXTS = {
         lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),
         Qwen3OmniThinkerBundle,
         Qwen3OmniThinkerPipeline,
+    ),
+    "hunyuan_image3": TextFamily(
+        lambda folder: tiny_hunyuan_image3.save_hunyuan_image3(folder, config=_with_experts(tiny_hunyuan_image3.TINY)),
+        partial(HunyuanImage3Bundle, trains="all"),
+        HunyuanImage3TextPipeline,
     ),
 }
 
@@ -115,7 +128,7 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
     """What this rank finds of a GRPO step: two prompts with two samples each, over the shards of the batch."""
     pipeline, backend = backend_of(name, folder, topology, **fsdp)
     gathered: dict[str, int] = {}
-    for path, module in pipeline.bundle.model.named_modules() if name in TEXTS else ():
+    for path, module in pipeline.bundle.trained_module.named_modules() if name in TEXTS else ():
         if path.endswith(".experts"):
             module.register_forward_pre_hook(partial(_note_weights, gathered, path))
     # All ranks sample all, with the model that is spread over them.
@@ -162,7 +175,7 @@ def _reach_a_copy(name: str, folder: Path, weights: Mapping[str, Tensor], backen
         engine.receive_weights(bucket)
     engine.finish_weights(1)
     (expected,) = backend.weight_source.merged_state("default").values()
-    state = bundle.model.state_dict()
+    state = bundle.trained_module.state_dict()
     return all(torch.equal(value, state[key]) for key, value in expected.items())
 
 
@@ -331,12 +344,14 @@ def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None
     """Logits of eight rows of tokens, of which each rank has its share, and gradients of the mean of their losses."""
     bundle = pipeline_of(name, folder).bundle
     files = bundle.stored_weights()[bundle.component]
-    model = bundle.model
+    model = bundle.trained_module
     for key, parameter in list(model.named_parameters()):
         value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
         owner, _, last = key.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(value.clone()))
-    model.double().set_experts_implementation("eager")  # the other kernels take no doubles
+    model.double()
+    if isinstance(bundle, CausalLMBundle):
+        bundle.model.set_experts_implementation("eager")  # the other kernels take no doubles
     rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
     if exchange is not None:
         cut_experts(bundle.spread_experts(exchange), init_device_mesh("cpu", (size,)))
@@ -344,7 +359,7 @@ def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None
     ids = torch.randint(0, 250, (8, 7), generator=generator).chunk(size)[rank]
     weights = torch.randn((8, 7, bundle.vocabulary_size), dtype=torch.float64, generator=generator).chunk(size)[rank]
     with Doubles():
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = bundle.model(input_ids=ids, position_ids=torch.arange(7).expand_as(ids), use_cache=False).logits
     ((logits * weights).sum() * size).backward()
     found = {"logits": logits.detach() if exchange is None else _of_all_ranks(logits.detach(), size)}
     for key, parameter in model.named_parameters():

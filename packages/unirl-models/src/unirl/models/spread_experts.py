@@ -25,9 +25,10 @@ OwnExperts = Callable[[Weights, Tensor, Tensor], Tensor]
 
 
 def spread_stacked(modules: Sequence[nn.Module], num_experts: int, where: str, exchange: ExpertExchange) -> None:
-    """Let transformers' modules of stacked experts compute with those of all ranks, in place; parameters stay whole.
+    """Let modules of stacked experts compute with those of all ranks, in place; parameters stay whole.
 
-    num_experts: of each. where: for messages. Raises ConfigError if there are none, or they do not divide.
+    modules: called with (tokens, their experts, weights), as those of transformers. num_experts: of each, which is also
+    an attribute of it. where: for messages. Raises ConfigError if there are none, or they do not divide.
     """
     if not modules:
         raise ConfigError(f"topology.ep = {exchange.size}, but {where} has no experts. Set topology.ep: 1.")
@@ -96,7 +97,7 @@ def _stand_in(module: nn.Module, num_own: int) -> nn.Module:
         for parameter in module.parameters()
     }
     found = copy.deepcopy(module, dict(empty))
-    vars(found)["num_experts"] = num_own  # transformers' own attribute, by which it cuts rows
+    vars(found)["num_experts"] = num_own  # by which modules of transformers cut rows, and HunyuanImage3's
     return found
 
 

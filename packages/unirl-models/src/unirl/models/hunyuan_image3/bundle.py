@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
+from torch import nn
 
 from unirl.models.hunyuan_image3.configuration import HunyuanImage3Config
 from unirl.models.hunyuan_image3.language import HunyuanImage3Language
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.sizes import sizes
 from unirl.models.hunyuan_image3.template import Style, WordIds
-from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder, expert_stacks
+from unirl.models.hunyuan_image3.transformer import Experts, HunyuanImage3Decoder, expert_stacks
 from unirl.models.packed.bundle import PackedBundle
 from unirl.models.packed.weights import fill, weight_files
+from unirl.models.spread_experts import spread_stacked
 from unirl.models.token_scores import CHUNK_LOGITS
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.precision import dtype_named
+from unirl.types.protocols.models import ExpertExchange
 from unirl.types.weights import PublishedParts
 
 Trains = Literal["attention", "all"]
@@ -43,6 +46,8 @@ class HunyuanImage3Bundle(PackedBundle):
     family: ClassVar[str] = "HunyuanImage3"
     index_file: ClassVar[str] = GENERATION_CONFIG
     latent_patch: ClassVar[int] = 1
+    spreads_experts: ClassVar[bool] = True
+    expert_layers: ClassVar[tuple[str, ...]] = ("experts",)
     block_class_names: ClassVar[tuple[str, ...]] = ("HunyuanImage3DecoderLayer",)
     lora_target_modules: tuple[str, ...] = ("qkv_proj", "o_proj")
     most_names: ClassVar[int | None] = 8  # each expert of each layer has weights
@@ -116,6 +121,13 @@ class HunyuanImage3Bundle(PackedBundle):
         """Transformer and output projection. Rows of an adapted `qkv_proj` are in the published order, one group of
         heads after the other."""
         return self._decoder
+
+    def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:
+        """From now on each token goes to the ranks of its routed experts; the shared one is everywhere. Returns the
+        modules that hold the stacks. Raises ConfigError if the ranks do not divide them."""
+        found = [each for each in self.decoder.modules() if isinstance(each, Experts)]
+        spread_stacked(found, self.config.decoder.num_experts, self.folder.path.name, exchange)
+        return [*found]
 
     def stacks(self) -> dict[str, PublishedParts]:
         """Those of the routed experts."""
