@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.repeats import Repeats
+from unirl.train.backend.wrap import checkpoint_activations
 from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
 
 HEADS, TOKENS, WIDTH = 8, 512, 64
@@ -152,6 +154,66 @@ def repeated(mode: Rehearsal) -> dict[str, Any]:
     return found
 
 
+class Layer(nn.Module):
+    """One of several that are alike; the second argument, which all get, needs a gradient too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) + shift, shift
+
+
+class Tower(nn.Module):
+    """Six of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, shift = self.begin(x), x.mean(1, keepdim=True)
+        for layer in self.layers:
+            x, shift = layer(x, shift)
+        return x
+
+
+def blocks(mode: Rehearsal) -> dict[str, Any]:
+    """Two steps of a sharded tower whose layers all run, and one of whose layers one of three runs; and a forward."""
+    found: dict[str, Any] = {}
+    for kind in ("kept", "checkpointed"):
+        for way in ("run", "repeated"):
+            name = f"{kind} {way}"
+            mode.enter_phase("other")
+            with torch.device(PRETEND):
+                model = Tower()
+            if kind == "checkpointed":
+                checkpoint_activations(list(model.layers))
+            mesh = init_device_mesh(PRETEND, (4,))
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            x = torch.randn(8, 128, 64, device=PRETEND, requires_grad=True)
+            mode.enter_phase(name)
+            before = mode.ledger.device_bytes
+            with Blocks(Repeats(mode)).active([model] if way == "repeated" else []):
+                for _ in range(2):
+                    model(x).sum().backward()
+                with torch.no_grad():
+                    model(x)
+            found[name] = {
+                "flops": mode.counts.flops[name],
+                "operators": mode.counts.num_operators[name],
+                "peak": mode.ledger.peaks[name].num_bytes - before,
+                "sent": dict(mode.counts.collectives[name]),
+                "gradients": sorted(p for p, parameter in model.named_parameters() if parameter.grad is not None),
+            }
+            del model, x
+    return found
+
+
 def main() -> None:
     """All of it."""
     found: dict[str, Any] = {}
@@ -165,6 +227,7 @@ def main() -> None:
     mode = Rehearsal()
     with mode:
         found["sharded"] = sharded(mode)
+        found["blocks"] = blocks(mode)
     dist.destroy_process_group()
     sys.stdout.write(json.dumps(found))
 

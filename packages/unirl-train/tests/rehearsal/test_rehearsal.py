@@ -106,3 +106,12 @@ def test_forwards_that_are_alike_run_once_and_count_each_time(facts: Any) -> Non
     assert {name: repeated[name] for name in ("flops", "peak", "shapes")} == {
         name: run[name] for name in ("flops", "peak", "shapes")
     }
+
+
+@pytest.mark.parametrize("kind", ["kept", "checkpointed"])
+def test_blocks_that_are_repeated_count_as_those_that_run(facts: Any, kind: str) -> None:
+    run, repeated = (facts["blocks"][f"{kind} {way}"] for way in ("run", "repeated"))
+    assert repeated["operators"] < 0.8 * run["operators"]
+    assert repeated["peak"] == pytest.approx(run["peak"], rel=0.01)
+    for name in ("flops", "sent", "gradients"):
+        assert repeated[name] == run[name]

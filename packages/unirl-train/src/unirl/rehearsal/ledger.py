@@ -26,7 +26,7 @@ class Peak:
     """Bytes by category at that moment."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """The most bytes that came to the device while something ran."""
 

@@ -27,7 +27,7 @@ Value = Any  # Any: arguments and results of a model
 
 
 @dataclass(frozen=True)
-class _Cost:
+class Cost:
     """What something did."""
 
     peak: int
@@ -41,10 +41,10 @@ class Repeats:
     micro-batch, are counted without being run again."""
 
     def __init__(self, mode: Rehearsal) -> None:
-        self._mode = mode
+        self.mode = mode
         self._shapes: dict[Value, Value] = {}
         """Results by what they depend on."""
-        self._costs: dict[Value, _Cost] = {}
+        self._costs: dict[Value, Cost] = {}
         self._skips_training = False
         self.flops: Counter[str] = Counter()
         """Operations of the losses of each track, with their backward passes."""
@@ -70,26 +70,26 @@ class Repeats:
             if key is None or (trains and not (self._skips_training and key in self._shapes)):
                 out = forward(*args, **kwargs)
                 if key is not None:
-                    self._shapes[key] = tree_map_only(Tensor, _shape_of, out)
+                    self._shapes[key] = tree_map_only(Tensor, shape_of, out)
                 return out
             if not trains and key not in self._costs:
-                self._costs[key], out = self._measured(lambda: forward(*args, **kwargs))
-                self._shapes[key] = tree_map_only(Tensor, _shape_of, out)
+                self._costs[key], out = self.measured(lambda: forward(*args, **kwargs))
+                self._shapes[key] = tree_map_only(Tensor, shape_of, out)
                 return out
             if not trains:
-                self._count(self._costs[key])
-            return tree_map_only(_Shape, lambda shape: shape.made(trains), self._shapes[key])
+                self.count(self._costs[key])
+            return tree_map_only(Shape, lambda shape: shape.made(trains), self._shapes[key])
 
         return run
 
     def _losses(self, track: str, algorithm: StageAlgorithm) -> Callable[[MicroBatch], Iterator[LossPart]]:
         losses = algorithm.losses
-        mode = self._mode
+        mode = self.mode
 
         def run(micro: MicroBatch) -> Iterator[LossPart]:
             left, parts = algorithm.num_terms(micro.track), losses(micro)
             before = mode.counts.flops[mode.phase]
-            cost: _Cost | None = None
+            cost: Cost | None = None
             sizes: list[int] = []
             while True:
                 # The last one makes the ranks exchange gradients.
@@ -97,10 +97,10 @@ class Repeats:
                 try:
                     if self._skips_training and cost is not None:
                         part = next(parts)
-                        self._count(cost)
+                        self.count(cost)
                         yield part
                     elif len(sizes) == NUM_RUN - 1:
-                        with self._watched() as watch:
+                        with self.watched() as watch:
                             part = next(parts)
                             yield part
                         cost = watch[0]
@@ -121,30 +121,33 @@ class Repeats:
     @contextmanager
     def repeated(self, times: int) -> Generator[None]:
         """What runs within it is counted so many times."""
-        with self._watched() as found:
+        with self.watched() as found:
             yield
-        mode, cost = self._mode, found[0]
+        mode, cost = self.mode, found[0]
         mode.counts.flops[mode.phase] += (times - 1) * cost.flops
         for name, size in cost.collectives.items():
             mode.collectives_of_phase()[name] += (times - 1) * size
 
-    def _measured(self, call: Callable[[], Value]) -> tuple[_Cost, Value]:
-        with self._watched() as found:
+    def measured(self, call: Callable[[], Value]) -> tuple[Cost, Value]:
+        """What a call does, and its result."""
+        with self.watched() as found:
             out = call()
         return found[0], out
 
     @contextmanager
-    def _watched(self) -> Generator[list[_Cost]]:
-        mode, found = self._mode, list[_Cost]()
+    def watched(self) -> Generator[list[Cost]]:
+        """A list to which the cost of what runs within it is added at the end."""
+        mode, found = self.mode, list[Cost]()
         flops, moved = mode.counts.flops[mode.phase], dict(mode.collectives_of_phase())
         with mode.ledger.watched() as watch:
             yield found
         now = mode.collectives_of_phase()
         passed = {name: now[name] - moved.get(name, 0) for name in now if now[name] != moved.get(name, 0)}
-        found.append(_Cost(watch.peak, mode.counts.flops[mode.phase] - flops, passed))
+        found.append(Cost(watch.peak, mode.counts.flops[mode.phase] - flops, passed))
 
-    def _count(self, cost: _Cost) -> None:
-        mode = self._mode
+    def count(self, cost: Cost) -> None:
+        """Count something that is not run again."""
+        mode = self.mode
         mode.ledger.bump(cost.peak)
         mode.counts.flops[mode.phase] += cost.flops
         for name, size in cost.collectives.items():
@@ -152,7 +155,7 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """A tensor without memory."""
 
     size: torch.Size
@@ -166,8 +169,8 @@ class _Shape:
         return made.requires_grad_(trains and self.trains)
 
 
-def _shape_of(tensor: Tensor) -> _Shape:
-    return _Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
+def shape_of(tensor: Tensor) -> Shape:
+    return Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def replaced(owner: object, name: str, value: object) -> Callable[[], None]:

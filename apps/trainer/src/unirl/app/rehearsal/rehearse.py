@@ -32,6 +32,7 @@ from unirl.distributed.held import Held
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
+from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
@@ -178,10 +179,12 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         clock.observer = observed
         modules = [module for bundle in bundles.values() for module in bundle.trainable_modules().values()]
         pipelines = [pipeline for _, pipeline in _components(share.run, runtime, "pipeline")]
+        everything = [module for bundle in bundles.values() for module in _all_modules(bundle)]
         repeats = Repeats(mode)
         with (
             repeats.active(modules, dict(_components(share.run, runtime, "algorithm"))),
             longest_texts(pipelines, repeats),
+            Blocks(repeats).active(everything),
         ):
             made_bytes = _labelled(mode, trainer.collector.collect(0).resp, is_kept=False)
             mode.counts = Counts()
@@ -264,6 +267,15 @@ def _label_models(mode: Rehearsal, bundle: ModelBundle) -> None:
     else:
         for name, module in bundle.trainable_modules().items():
             mode.ledger.label(map(local_part, _weights(module)), name)
+
+
+def _all_modules(bundle: ModelBundle) -> Iterator[nn.Module]:
+    """What trains, and what a diffusers bundle has besides."""
+    yield from bundle.trainable_modules().values()
+    if isinstance(bundle, DiffusersBundle):
+        trained = set(bundle.trainable_modules().values())
+        yield from (module for module in bundle.modules.values() if module not in trained)
+        yield from bundle.text.encoders.values()
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 FEW = 2
-"""Tokens of a completion that are drawn after forwards of their own: after the prompt, and after the first token."""
+"""Tokens of a completion that are drawn after separate forwards: after the prompt, and after the first token."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +48,11 @@ def checkpoint_activations(blocks: Sequence[nn.Module], contexts: RecomputeConte
         if id(block) not in inside:
             options = {} if contexts is None else {"context_fn": contexts}
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def is_checkpointed(forward: Callable[..., object]) -> bool:
+    """True for a forward that `checkpoint_activations` has replaced."""
+    return isinstance(forward, functools.partial) and forward.func is checkpoint
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

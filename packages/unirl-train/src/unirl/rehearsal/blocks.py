@@ -1,0 +1,298 @@
+"""Blocks of a model that are alike run once: the others make tensors of the same shapes, and count what the first did.
+
+A block that is repeated with gradient holds as many bytes until its backward pass as one that ran, then counts what the
+backward pass of that one took, and gives its inputs and parameters gradients. Hooks around it (FSDP) run as always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from unirl.rehearsal.repeats import Cost, Repeats, Shape, replaced, shape_of
+from unirl.train.backend.wrap import is_checkpointed
+from unirl.types.devices import PRETEND
+from unirl.types.errors import ContractError
+
+Value = Any  # Any: arguments and results of a module
+
+FEWEST = 3
+"""Modules of a list that are alike, from which on they are blocks of a model."""
+
+
+@dataclass
+class _Record:
+    """What a block that ran did."""
+
+    forward: Cost
+    kept_bytes: int
+    """Bytes that came to stay with its forward, without its results."""
+    inputs: tuple[int, ...]
+    """Places of the arguments that its backward pass needs."""
+    results: Value
+    """A tree of `Shape`s, `_Given`s and plain values."""
+    backward: Cost | None = None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A result that is an argument."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A member of a list, with its own forward."""
+
+    module: nn.Module
+    forward: Callable[..., Value]
+    likeness: Value
+    """Equal for modules with equal classes and parameters."""
+    is_last: bool
+    """True for the last one of its likeness, whose backward pass is the first."""
+
+
+class Blocks:
+    """Within `active`, blocks of modules run once for each shape of their arguments."""
+
+    def __init__(self, repeats: Repeats) -> None:
+        self._repeats = repeats
+        self._records: dict[Value, _Record] = {}
+        self._pinned: list[object] = []
+        """Arguments that keys name by their id."""
+
+    @contextmanager
+    def active(self, modules: Iterable[nn.Module]) -> Generator[None]:
+        """Take the place of the blocks' `forward`."""
+        undo = []
+        for block in _blocks(modules):
+            undo.append(replaced(block.module, "forward", self._running(block)))
+        try:
+            yield
+        finally:
+            for each in reversed(undo):
+                each()
+
+    def _running(self, block: _Block) -> Callable[..., Value]:
+        def run(*args: Value, **kwargs: Value) -> Value:
+            key = self._key(block, args, kwargs)
+            if key is None:
+                return block.forward(*args, **kwargs)
+            record, trains = self._records.get(key), torch.is_grad_enabled()
+            if record is None or (trains and record.backward is None and block.is_last):
+                return self._recorded(key, block, args, kwargs)
+            self._repeats.count(record.forward)
+            if not trains:
+                flat = tree_leaves((args, kwargs))
+                made = tree_map_only(Shape, lambda shape: shape.made(trains=False), record.results)
+                return tree_map_only(_Given, lambda given: flat[given.place], made)
+            return self._stand_in(key, block, args, kwargs)
+
+        return run
+
+    def _recorded(self, key: Value, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+        """Run a block and note what it does."""
+        ledger = self._repeats.mode.ledger
+        if not torch.is_grad_enabled():
+            cost, out = self._repeats.measured(lambda: block.forward(*args, **kwargs))
+            self._records[key] = _Record(cost, 0, (), _results(out, tree_leaves((args, kwargs))))
+            return out
+        flat, spec = tree_flatten((args, kwargs))
+        places = _with_gradient(flat)
+        timed = _Timed(self._repeats)
+        marked = _Ends.apply(timed, *(flat[place] for place in places))
+        for place, tensor in zip(places, marked, strict=True):
+            flat[place] = tensor
+        own_args, own_kwargs = tree_unflatten(flat, spec)
+        before, saved = ledger.device_bytes, set[int]()
+
+        def noted(tensor: Tensor) -> Tensor:
+            saved.add(_storage(tensor))
+            return tensor.detach()  # the tensor itself may be a result, which would keep itself alive
+
+        with saved_tensors_hooks(noted, lambda tensor: tensor):
+            cost, out = self._repeats.measured(lambda: block.forward(*own_args, **own_kwargs))
+        given = {_storage(value) for value in flat if isinstance(value, Tensor)}
+        made = {_storage(each): each for each in tree_leaves(out) if isinstance(each, Tensor)}
+        made_bytes = sum(each.untyped_storage().nbytes() for name, each in made.items() if name not in given)
+        # A checkpoint keeps all arguments, and not by way of hooks.
+        kept = [place for place in _tensors(flat) if is_checkpointed(block.forward) or _storage(flat[place]) in saved]
+        record = _Record(cost, ledger.device_bytes - before - made_bytes, tuple(kept), _results(out, flat))
+        self._records[key] = timed.record = record
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                each.grad_fn.register_prehook(lambda _: timed.begin())  # after hooks of the tensor, such as FSDP's
+        return out
+
+    def _stand_in(self, key: Value, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+        """Results with a graph to the block's inputs and parameters."""
+        record = self._records[key]
+        flat, _ = tree_flatten((args, kwargs))
+        inputs = [flat[place] for place in _with_gradient(flat)]
+        saved = [flat[place] for place in record.inputs]
+        parameters = [parameter for parameter in block.module.parameters() if parameter.requires_grad]
+        shapes, spec = tree_flatten(record.results)
+        made = [shape for shape in shapes if isinstance(shape, Shape)]
+        kept = _Kept(self._repeats, lambda: self._records[key].backward, record.kept_bytes, made, saved)
+        results = iter(_StandIn.apply(kept, *inputs, *parameters))
+        found = [next(results) if isinstance(shape, Shape) else shape for shape in shapes]
+        return tree_unflatten([flat[each.place] if isinstance(each, _Given) else each for each in found], spec)
+
+    def _key(self, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
+        """What a block's cost depends on; None if it must run: within a checkpoint, whose recomputation keeps the same
+        tensors, for arguments that it may change, and where nothing says when its backward pass ends."""
+        if _top_saved_tensors_default_hooks(True) is not None:
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        parts: list[Value] = []
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
+            elif leaf is None or isinstance(leaf, int | float | str | torch.dtype):
+                parts.append(leaf)
+            elif dataclasses.is_dataclass(leaf) and type(leaf).__dataclass_params__.frozen:
+                self._pinned.append(leaf)
+                parts.append(id(leaf))
+            else:
+                return None
+        trains = torch.is_grad_enabled()
+        if trains and not _with_gradient(leaves):
+            return None
+        casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
+        return block.likeness, str(spec), tuple(parts), casts, trains
+
+
+def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
+    """Members of lists of modules that are like at least two others of theirs and hold no units of FSDP inside."""
+    for root in modules:
+        for several in root.modules():
+            if not isinstance(several, nn.ModuleList):
+                continue
+            members = [m for m in several if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)]
+            alike: dict[Value, list[nn.Module]] = {}
+            for member in members:
+                alike.setdefault(_likeness(member), []).append(member)
+            for likeness, group in alike.items():
+                for member in group if len(group) >= FEWEST else ():
+                    yield _Block(member, member.forward, likeness, group[-1] is member)
+
+
+def _likeness(module: nn.Module) -> Value:
+    classes = tuple(type(part).__qualname__ for part in module.modules())
+    shapes = tuple(
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    )
+    return classes, shapes
+
+
+def _with_gradient(leaves: Sequence[Value]) -> list[int]:
+    """Places of the tensors that the graph goes through."""
+    return [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _results(out: Value, flat: Sequence[Value]) -> Value:
+    """Results as a record keeps them. flat: the arguments."""
+    places = {_storage(leaf): place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)}
+
+    def kept(tensor: Tensor) -> Shape | _Given:
+        place = places.get(_storage(tensor))
+        is_whole = place is not None and flat[place].shape == tensor.shape
+        return _Given(place) if place is not None and is_whole else shape_of(tensor)
+
+    return tree_map_only(Tensor, kept, out)
+
+
+def _tensors(leaves: Sequence[Value]) -> list[int]:
+    """Places of tensors."""
+    return [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Timed:
+    """The backward pass of a block that ran: between the gradients of its results and those of its inputs."""
+
+    def __init__(self, repeats: Repeats) -> None:
+        self._repeats = repeats
+        self._watch: Any = None  # Any: a context manager that outlives a function
+        self._found: list[Cost] = []
+        self.record: _Record | None = None
+
+    def begin(self) -> None:
+        if self._watch is None:
+            self._watch = self._repeats.watched()
+            self._found = self._watch.__enter__()
+
+    def end(self) -> None:
+        if self._watch is None:
+            return
+        self._watch.__exit__(None, None, None)
+        self._watch = None
+        if self.record is not None:
+            self.record.backward = self._found[0]
+
+
+class _Ends(torch.autograd.Function):
+    """Passes inputs on; its backward ends that of the block."""
+
+    @staticmethod
+    def forward(ctx: Any, timed: _Timed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.timed = timed
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Value, ...]:
+        ctx.timed.end()
+        return None, *grads
+
+
+@dataclass
+class _Kept:
+    """What a repeated block knows until its backward pass."""
+
+    repeats: Repeats
+    backward: Callable[[], Cost | None]
+    """What a backward pass takes, once one has run."""
+    kept_bytes: int
+    made: list[Shape]
+    saved: list[Tensor]
+
+
+class _StandIn(torch.autograd.Function):
+    """A block that is not run."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: _Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.kept = kept
+        ctx.likes = [shape_of(tensor) for tensor in tensors]
+        ctx.held = torch.empty(max(kept.kept_bytes, 0), dtype=torch.uint8, device=PRETEND)
+        results = tuple(shape.made(trains=False) for shape in kept.made)
+        ctx.mark_non_differentiable(
+            *(result for result, shape in zip(results, kept.made, strict=True) if not shape.trains)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Value, ...]:
+        cost = ctx.kept.backward()
+        if cost is None:
+            raise ContractError("a repeated block's backward pass comes before that of the block that ran")
+        ctx.kept.repeats.count(cost)
+        ctx.held, ctx.kept.saved = None, []
+        pairs = zip(ctx.likes, ctx.needs_input_grad[1:], strict=True)
+        return None, *(like.made(trains=False) if is_needed else None for like, is_needed in pairs)
