@@ -67,7 +67,7 @@ def gradients(name: str, folder: Path) -> dict[str, Tensor]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     family, pipeline = kit.families()[name], kit.ours(name, folder / name)
     # Every rank samples all, before the model is sharded: sampling is not what is compared.
-    engine = TrainsideRolloutEngine(pipeline, forward_batch_size=4)
+    engine = TrainsideRolloutEngine(pipeline, forward_batch_size=4, decode=False)
     params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
     track = engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
     share = len(ADVANTAGES) // world

@@ -203,7 +203,7 @@ def _note_weights(found: dict[str, int], path: str, module: nn.Module, args: Any
 def images_of(name: str, pipeline: Any, backend: FSDPBackend) -> RolloutTrack:
     """Four samples of a diffusion model."""
     family = kit.families()[name]
-    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
+    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4, decode=False)
     params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
     return engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
 
@@ -265,7 +265,7 @@ class NotingExchange(UlyssesExchange):
 def calls_of(name: str, folder: Path, exchange: UlyssesExchange | None) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Transformers in float64 with the arguments of one call each, as the family's velocity makes it."""
     family, pipeline = kit.families()[name], kit.ours(name, folder / name)
-    engine = TrainsideRolloutEngine(pipeline, forward_batch_size=4)
+    engine = TrainsideRolloutEngine(pipeline, forward_batch_size=4, decode=False)
     params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
     calls: dict[nn.Module, dict[str, Any]] = {}
 
@@ -428,7 +428,7 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     """What ranks are told whose samples differ, and that do not divide the heads of a model."""
     found = {"differ": "", "heads": "", "plan": ""}
     family, (pipeline, backend) = kit.families()[name], backend_of(name, folder, TrainTopology(sp=2))
-    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
+    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4, decode=False)
     params = family.sampling(num_inference_steps=3, samples_per_prompt=SAMPLES_PER_PROMPT)
     track = engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
     segment = track.segment
