@@ -127,7 +127,16 @@ def sharded(mode: Rehearsal) -> dict[str, Any]:
         "shards": left,
         "after": mode.ledger.device_bytes - left,
         "sent": dict(mode.counts.collectives["step"]),
+        "exchanged": _exchanged(),
     }
+
+
+def _exchanged() -> list[int]:
+    """Counts for four ranks' experts that came from four ranks."""
+    counts = torch.bincount(torch.randint(4, (8,), device=PRETEND), minlength=4)
+    found = torch.empty_like(counts)
+    dist.all_to_all_single(found, counts)
+    return found.tolist()
 
 
 def repeated(mode: Rehearsal) -> dict[str, Any]:

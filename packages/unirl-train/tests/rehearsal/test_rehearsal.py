@@ -98,6 +98,7 @@ def test_one_rank_holds_its_shards_and_its_collectives_are_counted(facts: Any) -
     assert found["shards"] == found["after"] == whole // 4  # the gradients' shards remain
     # Gathered for the forward and again for the backward; gradients go in whole.
     assert found["sent"] == {"allgather": 2 * whole, "reduce_scatter": whole}
+    assert found["exchanged"] == [2] * 4
 
 
 def test_forwards_that_are_alike_run_once_and_count_each_time(facts: Any) -> None:
