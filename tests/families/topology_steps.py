@@ -23,7 +23,7 @@ from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
-from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3.pipeline import Qwen3MoePipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
 from unirl.models.spread_experts import spread_stacked
@@ -90,7 +90,7 @@ TEXTS = {
     "qwen3_moe": TextFamily(
         lambda folder: tiny_text.save_text_model(tiny_text.qwen3_moe(num_experts=NUM_EXPERTS), folder),
         Qwen3MoeBundle,
-        Qwen3Pipeline,
+        partial(Qwen3MoePipeline, replays_experts=True),
     ),
     "qwen3_omni": TextFamily(
         lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),

@@ -114,6 +114,8 @@ class Inputs:
     arguments: dict[str, Any]  # Any: keywords of the model's forward
     starts: list[int]
     """Where each sample begins, in the order of the segment, counted row by row."""
+    lengths: list[int]
+    """Tokens of each sample, in the same order."""
 
 
 def packed_inputs(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> Inputs:
@@ -126,7 +128,7 @@ def packed_inputs(rows: list[Tensor], positions: list[Tensor], order: list[int])
         "packing": Packing.of(lengths, ids.device),
     }
     start_of = dict(zip(order, [0, *itertools.accumulate(lengths[:-1])], strict=True))
-    return Inputs(arguments, [start_of[sample] for sample in range(len(rows))])
+    return Inputs(arguments, [start_of[sample] for sample in range(len(rows))], [len(row) for row in rows])
 
 
 def padded_inputs(rows: list[Tensor], positions: list[Tensor]) -> Inputs:
@@ -137,7 +139,7 @@ def padded_inputs(rows: list[Tensor], positions: list[Tensor]) -> Inputs:
         "attention_mask": torch.stack([_right(torch.ones_like(row), width) for row in rows]),
         "position_ids": torch.stack([_right(place, width) for place in positions], dim=-2),
     }
-    return Inputs(arguments, [row * width for row in range(len(rows))])
+    return Inputs(arguments, [row * width for row in range(len(rows))], [len(row) for row in rows])
 
 
 def _left(row: Tensor, width: int) -> Tensor:

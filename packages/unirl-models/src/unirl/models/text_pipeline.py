@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from unirl.models.adapter import num_rows, require_condition
-from unirl.models.ar import Decoder, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
+from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.token_sampling import draw, uniforms
@@ -152,6 +152,27 @@ class AutoregressivePipeline:
         segment was sampled with other parameters.
         """
         check_replayable(segment, params)
+        inputs, ordered = self.inputs_of(conditions, segment)
+        prompts = require_condition(conditions, "prompt", PromptCondition).lengths.tolist()
+        places_N = torch.cat(
+            [
+                torch.arange(start + prompt - 1, start + prompt - 1 + completion)
+                for start, prompt, completion in zip(inputs.starts, prompts, segment.lengths.tolist(), strict=True)
+            ]
+        ).to(segment.tokens.device)
+        model = self.adapter.bundle.model
+        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
+            with self.around(inputs, ordered):
+                out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
+        logp_N, entropy_N, hidden_N = out.logits
+        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
+
+    def around(self, inputs: Inputs, conditions: Conditions) -> AbstractContextManager[None]:
+        """What the forward of a replay is entered with. conditions: in the order of the model's inputs."""
+        return nullcontext()
+
+    def inputs_of(self, conditions: Conditions, segment: TextSegment) -> tuple[Inputs, Conditions]:
+        """What the model reads of samples, and their conditions in the order of that."""
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         completions = segment.unpack("tokens")
         if not num_rows(conditions) == len(completions):
@@ -164,17 +185,7 @@ class AutoregressivePipeline:
         order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
         inputs = padded_inputs(rows, positions) if order is None else packed_inputs(rows, positions, order)
         ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
-        places_N = torch.cat(
-            [
-                torch.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(completion))
-                for start, prompt, completion in zip(inputs.starts, prompts, completions, strict=True)
-            ]
-        ).to(segment.tokens.device)
-        model = self.adapter.bundle.model
-        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
-            out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
-        logp_N, entropy_N, hidden_N = out.logits
-        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
+        return inputs, ordered
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; each submodule gets its own mode back afterwards."""

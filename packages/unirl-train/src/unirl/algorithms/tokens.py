@@ -37,7 +37,7 @@ from unirl.algorithms.token_losses import (
 )
 from unirl.types.bounds import NonNegative, PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import AutoregressivePipeline, TokenStats
+from unirl.types.protocols.models import AutoregressivePipeline, MeasuresReplays, TokenStats
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import ARSamplingParams
@@ -176,6 +176,7 @@ class TokenAlgorithm(RatioAlgorithm):
         if is_first or not self.penalises_reward:  # later, a penalty in the reward is part of the anchor
             reference = self.reference.evaluate(lambda: self._replay(micro))
         stats = self._replay(micro)
+        replayed = self._pipeline.replay_metrics() if isinstance(self._pipeline, MeasuresReplays) else {}
         logp_M = trained.of(stats.logp_N)
         if is_first:
             micro = replace(micro, anchor=self._frozen(micro, trained, stats, reference))
@@ -195,6 +196,8 @@ class TokenAlgorithm(RatioAlgorithm):
             progress=micro.progress,
         )
         loss_M, metrics = self.surrogate(rows)
+        for name, (total, count) in replayed.items():
+            metrics.add(name, total, count)
         self._report_rollout(micro, trained, metrics)
         if "correction" in micro.anchor:
             loss_M = loss_M * micro.anchor["correction"]

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
+from unirl.models.kept_experts import EXPERTS
 from unirl.types.conditions import ExpertCondition
 from unirl.types.errors import ContractError
 from unirl.types.protocols.models import Conditions
-
-EXPERTS = "experts"
-"""Slot of the experts that tokens went to."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,15 +8,14 @@ from unirl.models.adapter import num_rows, require_condition, select_rows
 from unirl.models.ar import ReplayedTokens
 from unirl.models.hunyuan_image3.adapter import HunyuanImage3Adapter
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
-from unirl.models.hunyuan_image3.image_experts import EXPERTS
 from unirl.models.hunyuan_image3.text_adapter import HunyuanImage3TextAdapter, Task
+from unirl.models.kept_experts import EXPERTS, check_experts, require_dict
 from unirl.models.pipeline import DiffusionPipeline
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.conditions import Condition, ExpertCondition, PromptCondition
-from unirl.types.errors import ContractError
+from unirl.types.conditions import ExpertCondition, PromptCondition
 from unirl.types.precision import DTYPES
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -82,13 +81,6 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
         return ExpertCondition.concat(found)
 
 
-def require_dict(conditions: Conditions) -> dict[str, Condition]:
-    """Conditions that a slot can be added to. Raises ContractError for others."""
-    if not isinstance(conditions, dict):
-        raise ContractError(f"conditions must be a dict to keep experts in, got {type(conditions).__name__}")
-    return conditions
-
-
 class HunyuanImage3TextPipeline(AutoregressivePipeline):
     """Thoughts, captions and answers, see `unirl.models.text_pipeline.AutoregressivePipeline`.
 
@@ -130,12 +122,5 @@ class HunyuanImage3TextPipeline(AutoregressivePipeline):
 
     def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
         """See `AutoregressivePipeline.replay`. Raises ContractError for experts of another batch."""
-        if EXPERTS in conditions:
-            kept = require_condition(conditions, EXPERTS, ExpertCondition).lengths.tolist()
-            prompts = require_condition(conditions, "prompt", PromptCondition).lengths.tolist()
-            read = [prompt + said - 1 for prompt, said in zip(prompts, segment.lengths.tolist(), strict=True)]
-            if kept != read:
-                raise ContractError(
-                    f"expert indices of another batch: they are of {kept[:8]} tokens, the samples read {read[:8]}"
-                )
+        check_experts(conditions, segment)
         return super().replay(conditions, segment, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.causal_lm.routing import RoutedTokens
 
 
 class Qwen3Bundle(CausalLMBundle):
@@ -18,11 +19,12 @@ class Qwen3Bundle(CausalLMBundle):
         return ("Qwen3DecoderLayer",)
 
 
-class Qwen3MoeBundle(Qwen3Bundle):
+class Qwen3MoeBundle(RoutedTokens, Qwen3Bundle):
     """Qwen3 with experts, of which each token goes to a few."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     spreads_experts: ClassVar[bool] = True
+    gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeTopKRouter",)
     expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeExperts",)
     expert_layers: ClassVar[tuple[str, ...]] = ("experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 

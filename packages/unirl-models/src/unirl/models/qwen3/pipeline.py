@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.models.qwen3.bundle import Qwen3Bundle
+from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
+from unirl.models.routed_pipeline import RoutedPipeline
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 
@@ -29,3 +30,27 @@ class Qwen3Pipeline(AutoregressivePipeline):
             bundle, chat_template=chat_template, system_prompt=system_prompt, template_kwargs=thinking
         )
         super().__init__(adapter, packed=packed)
+
+
+class Qwen3MoePipeline(RoutedPipeline, Qwen3Pipeline):
+    """Qwen3 with experts, see `Qwen3Pipeline`. replays_experts: see `RoutedPipeline.route`."""
+
+    def __init__(
+        self,
+        bundle: Qwen3MoeBundle,
+        *,
+        chat_template: bool | None = None,
+        system_prompt: str | None = None,
+        enable_thinking: bool | None = None,
+        packed: bool | None = None,
+        replays_experts: bool = False,
+    ) -> None:
+        Qwen3Pipeline.__init__(
+            self,
+            bundle,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+            enable_thinking=enable_thinking,
+            packed=packed,
+        )
+        self.route(bundle, replays_experts=replays_experts)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.causal_lm.routing import RoutedTokens
 from unirl.models.extras import from_extra
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.token_scores import CHUNK_LOGITS
@@ -19,7 +20,7 @@ with from_extra("transformers"):
 
 
 @bounded("bundle")
-class Qwen3OmniThinkerBundle(QwenVLBundle):
+class Qwen3OmniThinkerBundle(RoutedTokens, QwenVLBundle):
     """The Thinker alone, from a folder of the whole Qwen3-Omni or of the Thinker; exports are of the Thinker.
 
     freeze_vision, min_pixels, max_pixels: see `QwenVLBundle`. freeze_audio: whether the audio encoder keeps its
@@ -28,6 +29,7 @@ class Qwen3OmniThinkerBundle(QwenVLBundle):
 
     reads_audio: ClassVar[bool] = True
     spreads_experts: ClassVar[bool] = True
+    gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextTopKRouter",)
     expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextExperts",)
     expert_layers: ClassVar[tuple[str, ...]] = ("experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")

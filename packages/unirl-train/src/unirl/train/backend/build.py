@@ -25,6 +25,7 @@ from unirl.types.protocols.models import (
     ExpertExchange,
     ModelBundle,
     RecomputeContexts,
+    RecomputesBlocks,
     SpreadsExperts,
     SpreadsTokens,
     TokenExchange,
@@ -101,7 +102,9 @@ def wrap(
     have the experts together; None where each has all. sharding: called where there is something to shard.
     """
     spread = [] if of_experts is None else spread_experts(bundle, config, of_experts)
-    contexts = None if exchange is None else spread_tokens(bundle, config, exchange)
+    contexts = bundle.recompute_contexts if isinstance(bundle, RecomputesBlocks) else None
+    if exchange is not None:
+        contexts = spread_tokens(bundle, config, exchange)
     blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
     for found in blocks.values():
         if config.activation_checkpointing:

@@ -418,6 +418,24 @@ RecomputeContexts = Callable[[], tuple[AbstractContextManager[None], AbstractCon
 
 
 @runtime_checkable
+class RecomputesBlocks(Protocol):
+    """A bundle whose blocks read more than their inputs, which a recomputation in the backward must find as it was."""
+
+    def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What a block is entered with in the forward, and again when it is recomputed. Called in the forward."""
+        ...
+
+
+@runtime_checkable
+class MeasuresReplays(Protocol):
+    """A pipeline of texts that measures more than tokens in a replay."""
+
+    def replay_metrics(self) -> Mapping[str, tuple[Tensor, int]]:
+        """Sum and number of terms of each, of the last replay."""
+        ...
+
+
+@runtime_checkable
 class SpreadsTokens(Protocol):
     """A bundle whose tokens can be spread over ranks that work on the same samples."""
 

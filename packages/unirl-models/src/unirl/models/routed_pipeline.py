@@ -1,0 +1,96 @@
+"""Texts of a model with experts, whose replays may send tokens to the experts of the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unirl.models.adapter import require_condition
+from unirl.models.ar import Inputs, ReplayedTokens
+from unirl.models.causal_lm.routing import Routes, Routing
+from unirl.models.kept_experts import EXPERTS, check_experts, require_dict
+from unirl.models.text_pipeline import AutoregressivePipeline
+from unirl.types.conditions import ExpertCondition
+from unirl.types.errors import ContractError
+from unirl.types.protocols.models import Conditions
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+
+class RoutedBundle(Protocol):
+    """A bundle whose model has gates."""
+
+    @property
+    def routing(self) -> Routing: ...
+
+
+class RoutedPipeline(AutoregressivePipeline):
+    """A language model with experts. Conditions may hold those that the tokens of a rollout went to (`ExpertCondition`
+    in the slot "experts"), from the pipeline or an engine: a replay sends them there again, with weights of the present
+    gates.
+
+    Implements unirl.types.protocols.models.MeasuresReplays.
+    """
+
+    _routing: Routing
+    _replays_experts = False
+    _routes: Routes | None = None
+
+    def route(self, bundle: RoutedBundle, *, replays_experts: bool) -> None:
+        """Called once.
+
+        replays_experts: keep with each rollout to which experts its tokens go, so that a ratio does not jump where an
+        update moves a token from one expert to another. The experts are those of one more forward of all tokens, at the
+        weights of the rollout; a token has 2 bytes of each layer and expert.
+        """
+        self._routing, self._replays_experts = bundle.routing, replays_experts
+
+    def remember(self, conditions: Conditions, segment: TextSegment) -> None:
+        """Where experts are replayed, adds their slot to `conditions`, which must then be a dict."""
+        if self._replays_experts:
+            require_dict(conditions)[EXPERTS] = self.experts(conditions, segment)
+
+    @torch.no_grad()
+    def experts(self, conditions: Conditions, segment: TextSegment) -> ExpertCondition:
+        """The experts of every token that a replay reads, under the present weights."""
+        inputs, ordered = self.inputs_of(conditions, segment)
+        with self._routing.noted() as routes:
+            self.adapter.bundle.model(
+                **inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False, logits_to_keep=1
+            )
+        whole = torch.cat(routes.experts, dim=-1)
+        return ExpertCondition.pack(
+            experts=[whole[start : start + length] for start, length in zip(inputs.starts, inputs.lengths, strict=True)]
+        )
+
+    def replay(self, conditions: Conditions, segment: TextSegment, params: ARSamplingParams) -> ReplayedTokens:
+        """See `AutoregressivePipeline.replay`. Raises ContractError for experts of another batch."""
+        check_experts(conditions, segment)
+        return super().replay(conditions, segment, params)
+
+    def replay_metrics(self) -> Mapping[str, tuple[Tensor, int]]:
+        """What was measured in the last replay, see `Routes.metrics`."""
+        if self._routes is None:
+            raise ContractError("replay_metrics before a replay")
+        return self._routes.metrics()
+
+    @contextmanager
+    def around(self, inputs: Inputs, conditions: Conditions) -> Generator[None]:
+        """See the base: tokens go to the experts of the conditions, if these have any."""
+        counts = inputs.arguments.get("attention_mask")
+        counts = None if counts is None else counts.flatten().bool()
+        given = None
+        if EXPERTS in conditions:
+            given = require_condition(conditions, EXPERTS, ExpertCondition).experts
+            if counts is not None:  # padding goes to the first experts
+                width = given.shape[1]
+                whole = torch.arange(width, device=given.device, dtype=given.dtype).repeat(len(counts), 1)
+                whole[counts] = given
+                given = whole
+        with self._routing.noted(given, counts) as routes:
+            yield
+        self._routes = routes
