@@ -43,7 +43,7 @@ def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
     first, *rest = done.stdout.splitlines()
     assert "rank 0 of 4, " in first
     assert "of 16 samples made" in first
-    assert set(_peaks(done.stdout)) >= {"start", "rollout", "reward", "train"}
+    assert set(_peaks(done.stdout)) >= {"start", "rollout", "reward", "train", "eval"}
     assert any(line.startswith("  does not fit 1 MB: counted") for line in rest)
     assert any(re.match(r"    activations [\d.]+ MB: .*rows_per_forward", line) for line in rest)
 
@@ -56,6 +56,23 @@ def test_a_model_whose_configurations_are_not_known_is_named(tmp_path: Path) -> 
     run = checked("sd3/grpo", "bundle.pretrained_model=someone/something")
     with pytest.raises(ConfigError, match="someone/something: the configurations of this model are not known"):
         share_of(run, tmp_path)
+
+
+BROKEN = """
+from unirl.models.sd3.pipeline import SD3Pipeline
+
+class Broken(SD3Pipeline):
+    def encode(self, primitives, params):
+        raise ValueError("needs values")
+"""
+
+
+def test_code_that_cannot_be_rehearsed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_family.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = rehearse("worlds/shapes/flowgrpo", "device=cuda", "pipeline._target_=broken_family.Broken")
+    assert done.returncode == 2
+    assert re.search(r"ConfigError: cannot be rehearsed: rollout/\S+\.py:\d+: ValueError: needs values", done.stderr)
 
 
 def test_texts_are_made_at_full_length() -> None:

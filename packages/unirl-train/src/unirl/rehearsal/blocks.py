@@ -180,7 +180,9 @@ def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
         for several in root.modules():
             if not isinstance(several, nn.ModuleList):
                 continue
-            members = [m for m in several if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)]
+            members = [
+                m for m in several.children() if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
+            ]
             alike: dict[Value, list[nn.Module]] = {}
             for member in members:
                 alike.setdefault(_likeness(member), []).append(member)

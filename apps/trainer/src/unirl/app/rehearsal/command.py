@@ -57,7 +57,7 @@ def _rehearsed(command: Command, name: str, device_bytes: float) -> Rehearsed:
         return rehearse(run, device_bytes)
     except UniRLError:
         raise
-    except ZeroDivisionError as error:  # whatever a model's code does with a tensor that has no values
+    except Exception as error:  # whatever a model's code does with a tensor that has no values
         places = [own_place(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         place = next((place for place in reversed(places) if place is not None), "a library")
         said = next(iter(str(error).splitlines()), "")

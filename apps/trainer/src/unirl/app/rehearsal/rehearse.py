@@ -39,7 +39,7 @@ from unirl.rehearsal.mode import Counts, Rehearsal
 from unirl.rehearsal.repeats import Repeats
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.optim import local_part
-from unirl.trainer.build.assembly import make_trainer
+from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.worker import build_components
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.policy import role_name
@@ -188,6 +188,9 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         ):
             made_bytes = _labelled(mode, trainer.collector.collect(0).resp, is_kept=False)
             mode.counts = Counts()
+            if (evaluator := make_evaluator(share.run)) is not None:
+                with clock.phase("eval"):
+                    evaluator.run(runtime, share.run.scored_track, num_records=0, num_videos=0)
             rollout = trainer.collector.collect(1).resp
             rows = min(share.root.num_trained or 1, rollout.meta.batch_size)
             chosen = runtime.gather([(rollout, range(rows))])
@@ -317,6 +320,8 @@ def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
 def _scaled(step: _Step, share: Share) -> dict[str, int]:
     """The operations of all samples of this rank."""
     flops = dict(step.counts.flops)
+    if "eval" in flops:
+        flops["eval"] = round(flops["eval"] / share.evaluated)
     if "rollout" in flops:
         flops["rollout"] = round(flops["rollout"] * share.root.num_samples / share.root.num_made)
     if "train" in flops:

@@ -62,6 +62,8 @@ class Share:
     """By track, the first one first."""
     apart: tuple[Stage, ...]
     """Stages of the recipe whose engines have separate weights: the model that trains samples for them."""
+    evaluated: float
+    """Fraction of this rank's samples of an evaluation that are rehearsed, one forward; 0 without an evaluation."""
     pushes: bool
     """True if weights are gathered for an engine."""
     notes: tuple[str, ...]
@@ -89,7 +91,6 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         batch_size=prompts,
         num_rollouts=2,
         max_cpu_s=None,
-        eval=None,
         trackers={},
         guardrails={"action": "off"},
         placement={},
@@ -114,6 +115,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     folder.mkdir(parents=True, exist_ok=True)
     frames = max(stage.sampling.get("num_frames", 1) for stage in run.stages)
     recipe["data"] = write_prompts(recipe["data"], folder, frames)
+    evaluated = _evaluate_one_forward(recipe, run, next(iter(works.values())), num_ranks)
     for at, bundle in _bundles(recipe):
         source = bundle.get("pretrained_model")
         if not Path(str(source)).is_dir():
@@ -129,6 +131,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         num_ranks=num_ranks,
         works=works,
         apart=apart,
+        evaluated=evaluated,
         pushes=any(policy.sync is not None for policy in run.policies.values()),
         notes=tuple(_notes(run, apart)),
     )
@@ -136,7 +139,6 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
 
 def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
     yield "scores are drawn; the bytes of reward models are those of `check --memory`"
-    yield "the evaluation is left out"
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
@@ -212,6 +214,18 @@ def _sample_directly(recipe: Recipe, stage: Stage, work: Work) -> None:
     own[key] = {"_target_": DIRECT[_makes_texts(stage)], **engine}
     for policy in (recipe, *(recipe.get("policies") or {}).values()):
         policy.pop("sync", None)
+
+
+def _evaluate_one_forward(recipe: Recipe, run: ComposedRun, work: Work, num_ranks: int) -> float:
+    """Let the evaluation sample as many prompts as one forward takes; returns the fraction of this rank's samples."""
+    if run.evaluation is None:
+        return 0.0
+    of_rank = max(1, round(run.evaluation.get("num_samples") / num_ranks))
+    num = min(run.engine.get("forward_batch_size") or work.num_made, of_rank)
+    left_out = ("pass_at", "pass_samples", "pass_prompts", "without_writer")
+    kept = {key: value for key, value in run.evaluation.node.items() if key not in left_out}
+    recipe["eval"] = {**kept, "prompts": recipe["data"]["path"], "num_samples": num, "batch_size": num}
+    return num / of_rank
 
 
 def _at(recipe: Recipe, place: str) -> Recipe:
