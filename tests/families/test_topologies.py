@@ -26,7 +26,7 @@ from topology_steps import (
 )
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
-from unirl.train.configs import TrainTopology
+from unirl.train.configs import LoraConfig, TrainTopology
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,11 @@ class Runs:
     def __init__(self, folders: Path, out: Path, names: list[str]) -> None:
         self.folders, self.out, self._names = folders, out, names
         self.of = cache(self._of)
-        self.one = cache(lambda name: step_of(name, folders, TrainTopology(), out / "one" / name))
+        self.one = cache(self._one)
+
+    def _one(self, name: str, lora: LoraConfig | None) -> dict[str, Any]:
+        checkpoints = self.out / ("one" if lora is None else "one-lora") / name
+        return step_of(name, self.folders, TrainTopology(), checkpoints, lora=lora)
 
     def _of(self, case: str) -> list[dict[str, Any]]:
         for name in self._names:
@@ -101,7 +105,8 @@ def of_kind(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize(("name", "case"), rows(list(CASES)))
 def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs) -> None:
-    one = runs.one(name)
+    lora = CASES[case].lora
+    one = runs.one(name, lora)
     ranks = [rank["float32"][name] for rank in runs.of(case)]
     for rank in ranks:
         # float32 sums of the same terms in another order.
@@ -128,7 +133,7 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         assert {key: parts * kept for key, kept in rank["kept"].items()} == one["kept"]
         # FSDP gathers this rank's experts alone.
         assert {key: CASES[case].topology.ep * num for key, num in rank["gathered"].items()} == one["gathered"]
-    loaded = resumed(name, runs.folders, runs.out / case / name)
+    loaded = resumed(name, runs.folders, runs.out / case / name, lora=lora)
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
 
 

@@ -36,7 +36,7 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.wrap import cut_experts
 from unirl.train.checkpoint.checkpointer import Checkpointer
-from unirl.train.configs import FSDPConfig, OptimizerConfig, TrainTopology
+from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.stack import TrainStack
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
@@ -115,18 +115,24 @@ def pipeline_of(name: str, folder: Path) -> Any:
     return family.pipeline(family.bundle(str(folder / name), defers_weights=True))
 
 
-def backend_of(name: str, folder: Path, topology: TrainTopology, **fsdp: Any) -> tuple[Any, NotingBackend]:
+def backend_of(
+    name: str, folder: Path, topology: TrainTopology, lora: LoraConfig | None = None, **fsdp: Any
+) -> tuple[Any, NotingBackend]:
     """A family's pipeline and the backend that trains it."""
     pipeline = pipeline_of(name, folder)
+    torch.manual_seed(0)  # of the adapters
     backend = NotingBackend(
-        pipeline.bundle, optimizer=OPTIMIZER, device="cpu", topology=topology, fsdp=FSDPConfig(**fsdp)
+        pipeline.bundle, optimizer=OPTIMIZER, device="cpu", topology=topology, fsdp=FSDPConfig(**fsdp), lora=lora
     )
     return pipeline, backend
 
 
-def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path, **fsdp: Any) -> dict[str, Any]:
-    """What this rank finds of a GRPO step: two prompts with two samples each, over the shards of the batch."""
-    pipeline, backend = backend_of(name, folder, topology, **fsdp)
+def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path, **options: Any) -> dict[str, Any]:
+    """What this rank finds of a GRPO step: two prompts with two samples each, over the shards of the batch.
+
+    options: see `backend_of`.
+    """
+    pipeline, backend = backend_of(name, folder, topology, **options)
     gathered: dict[str, int] = {}
     for path, module in pipeline.bundle.trained_module.named_modules() if name in TEXTS else ():
         if path.endswith(".experts"):
@@ -223,10 +229,15 @@ def texts_of(pipeline: Any, backend: FSDPBackend) -> RolloutTrack:
 
 
 def resumed(
-    name: str, folder: Path, checkpoints: Path, topology: TrainTopology | None = None, save: Path | None = None
+    name: str,
+    folder: Path,
+    checkpoints: Path,
+    topology: TrainTopology | None = None,
+    save: Path | None = None,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Tensor]:
     """The state of this process, or these ranks, that have loaded what others saved. save: where they save it again."""
-    _, backend = backend_of(name, folder, TrainTopology() if topology is None else topology)
+    _, backend = backend_of(name, folder, TrainTopology() if topology is None else topology, lora)
     Checkpointer(backend, str(checkpoints)).load()
     if save is not None:
         Checkpointer(backend, str(save)).save(1, {})
@@ -408,6 +419,7 @@ class Case:
     world_size: int
     topology: TrainTopology
     fsdp: tuple[tuple[str, Any], ...] = ()
+    lora: LoraConfig | None = None
 
 
 CASES = {
@@ -421,6 +433,7 @@ CASES = {
     "dp2-ep2": Case(4, TrainTopology(ep=2)),
     "hsdp2-ep2": Case(4, TrainTopology(dp_replicate=2, ep=2)),
     "ep4": Case(4, TrainTopology(ep=4)),
+    "ep2-lora": Case(2, TrainTopology(ep=2), lora=LoraConfig(rank=2, alpha=4.0)),
 }
 
 
@@ -477,7 +490,7 @@ def expert_refusals(exchange: RowExchange, folder: Path) -> dict[str, str]:
 
 def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> dict[str, Any]:
     """By family the step in float32; and where all ranks share samples, the calls of its transformers in float64."""
-    topology, options = CASES[case].topology, dict(CASES[case].fsdp)
+    topology, options = CASES[case].topology, {**dict(CASES[case].fsdp), "lora": CASES[case].lora}
     found: dict[str, Any] = {
         "float32": {name: step_of(name, folder, topology, out / name, **options) for name in names}
     }
