@@ -20,7 +20,7 @@ from unirl.types.sampling import ARSamplingParams
 
 from .tiny_text import qwen3_moe, save_text_model
 
-PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=5, seed=1)
+PARAMS = ARSamplingParams(temperature=0.9, max_new_tokens=8, seed=1, stop_token_ids=tuple(range(70)))
 LAYERS, TOP_K, NUM_EXPERTS = 2, 2, 6
 
 
@@ -36,9 +36,10 @@ Rollout = tuple[Qwen3MoePipeline, dict[str, Any], Any]
 def rollout(folder: Path) -> Callable[..., Rollout]:
     def sampled(**options: Any) -> Rollout:
         pipeline = Qwen3MoePipeline(Qwen3MoeBundle(str(folder)), **options)
-        conditions = pipeline.encode({"text": Texts(texts=["1+1=", "a longer prompt", "ab"])}, PARAMS)
+        # Equal prompts are computed once, and samples end at different tokens.
+        conditions = pipeline.encode({"text": Texts(texts=["1+1=", "a longer prompt", "1+1=", "ab"])}, PARAMS)
         with pipeline.evaluating():
-            segment = pipeline.generate(conditions, PARAMS, noise_keys=["a", "b", "c"])
+            segment = pipeline.generate(conditions, PARAMS, noise_keys=["a", "b", "c", "d"])
         return pipeline, conditions, segment
 
     return sampled
@@ -57,8 +58,12 @@ def move_gates(pipeline: Qwen3MoePipeline) -> None:
 def test_replays_send_tokens_to_the_experts_of_the_rollout(packed: bool, rollout: Callable[..., Rollout]) -> None:
     pipeline, conditions, segment = rollout(replays_experts=True, packed=packed)
     kept = conditions[EXPERTS]
+    assert segment.lengths.tolist() == [4, 2, 8, 1]  # samples that end leave the cache of those that go on
     assert isinstance(kept, ExpertCondition) and kept.experts.shape[1] == LAYERS * TOP_K
     free = {name: value for name, value in conditions.items() if name != EXPERTS}
+    # In float32 a forward of all tokens finds the experts that they went to one by one.
+    once = pipeline.experts(free, segment)
+    assert torch.equal(kept.experts, once.experts) and torch.equal(kept.lengths, once.lengths)
     assert torch.equal(
         pipeline.replay(conditions, segment, PARAMS).logp_N, pipeline.replay(free, segment, PARAMS).logp_N
     )
@@ -129,6 +134,6 @@ def test_what_is_measured_is_what_transformers_has(rollout: Callable[..., Rollou
 
 def test_experts_of_another_batch_are_refused(rollout: Callable[..., Rollout]) -> None:
     pipeline, conditions, segment = rollout(replays_experts=True)
-    other = {**conditions, EXPERTS: conditions[EXPERTS].select([1, 0, 2])}
+    other = {**conditions, EXPERTS: conditions[EXPERTS].select([1, 0, 2, 3])}
     with pytest.raises(ContractError, match="expert indices of another batch"):
         pipeline.replay(other, segment, PARAMS)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.ar import Inputs, ReplayedTokens
+from unirl.models.ar import Decoder, Inputs, ReplayedTokens
 from unirl.models.causal_lm.routing import Routes, Routing
 from unirl.models.kept_experts import EXPERTS, check_experts, require_dict
+from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.types.conditions import ExpertCondition
 from unirl.types.errors import ContractError
@@ -28,6 +29,59 @@ class RoutedBundle(Protocol):
     def routing(self) -> Routing: ...
 
 
+class NotingDecoder(Decoder):
+    """A decoder that knows the experts of every token that it has read."""
+
+    def __init__(
+        self,
+        adapter: TextAdapter,
+        conditions: Conditions,
+        prompts: list[Tensor],
+        max_new_tokens: int,
+        routing: Routing,
+    ) -> None:
+        super().__init__(adapter, conditions, prompts, max_new_tokens)
+        self._routing = routing
+        self._read: Tensor = torch.empty(0)
+        self._of_prompts: list[Tensor] = []
+        self._of_steps: list[tuple[Tensor, Tensor]] = []
+        """Samples, and the experts of the token that each has read."""
+
+    def start(self) -> Tensor:
+        """See the base."""
+        logits = super().start()
+        place = {key: row for row, key in enumerate(dict.fromkeys(self._adapter.prompt_keys(self._conditions)))}
+        keys = self._adapter.prompt_keys(self._conditions)
+        self._of_prompts = [
+            self._read[place[key]][-len(prompt) :] for key, prompt in zip(keys, self._prompts, strict=True)
+        ]
+        return logits
+
+    def step(self, tokens: Tensor, is_alive: Tensor) -> Tensor:
+        """See the base."""
+        logits = super().step(tokens, is_alive)
+        self._of_steps.append((self.rows, self._read[:, 0]))
+        return logits
+
+    def experts(self, segment: TextSegment) -> list[Tensor]:
+        """int16 [n, L K] of each sample: of its prompt, and of all its tokens but the last, which was not read."""
+        num_samples, width = len(self._prompts), self._of_prompts[0].shape[1]
+        written = self._of_prompts[0].new_zeros(num_samples, len(self._of_steps), width)
+        for step, (rows, read) in enumerate(self._of_steps):
+            written[rows, step] = read
+        lengths = segment.lengths.tolist()
+        return [
+            torch.cat([prompt, written[row, : max(0, length - 1)]])
+            for row, (prompt, length) in enumerate(zip(self._of_prompts, lengths, strict=True))
+        ]
+
+    def _forward(self, ids: Tensor, positions: Tensor, **inputs: Tensor) -> Tensor:
+        with self._routing.noted(is_measured=False) as routes:
+            logits = super()._forward(ids, positions, **inputs)
+        self._read = torch.cat(routes.experts, dim=-1).unflatten(0, ids.shape)
+        return logits
+
+
 class RoutedPipeline(AutoregressivePipeline):
     """A language model with experts. Conditions may hold those that the tokens of a rollout went to (`ExpertCondition`
     in the slot "experts"), from the pipeline or an engine: a replay sends them there again, with weights of the present
@@ -39,26 +93,35 @@ class RoutedPipeline(AutoregressivePipeline):
     _routing: Routing
     _replays_experts = False
     _routes: Routes | None = None
+    _decoder: NotingDecoder | None = None
+    """What the rollout that is being made is decoded with."""
 
     def route(self, bundle: RoutedBundle, *, replays_experts: bool) -> None:
         """Called once.
 
         replays_experts: keep with each rollout to which experts its tokens go, so that a ratio does not jump where an
-        update moves a token from one expert to another. The experts are those of one more forward of all tokens, at the
-        weights of the rollout; a token has 2 bytes of each layer and expert.
+        update moves a token from one expert to another. A token has 2 bytes of each layer and expert.
         """
         self._routing, self._replays_experts = bundle.routing, replays_experts
 
     def remember(self, conditions: Conditions, segment: TextSegment) -> None:
         """Where experts are replayed, adds their slot to `conditions`, which must then be a dict."""
-        if self._replays_experts:
-            require_dict(conditions)[EXPERTS] = self.experts(conditions, segment)
+        if self._replays_experts and self._decoder is not None:
+            require_dict(conditions)[EXPERTS] = ExpertCondition.pack(experts=self._decoder.experts(segment))
+            self._decoder = None
+
+    def decoder(self, conditions: Conditions, prompts: list[Tensor], max_new_tokens: int) -> Decoder:
+        """See the base. Where experts are replayed, it notes them."""
+        if not self._replays_experts:
+            return super().decoder(conditions, prompts, max_new_tokens)
+        self._decoder = NotingDecoder(self.adapter, conditions, prompts, max_new_tokens, self._routing)
+        return self._decoder
 
     @torch.no_grad()
     def experts(self, conditions: Conditions, segment: TextSegment) -> ExpertCondition:
-        """The experts of every token that a replay reads, under the present weights."""
+        """The experts of every token that a replay reads, under the present weights, in one forward."""
         inputs, ordered = self.inputs_of(conditions, segment)
-        with self._routing.noted() as routes:
+        with self._routing.noted(is_measured=False) as routes:
             self.adapter.bundle.model(
                 **inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False, logits_to_keep=1
             )

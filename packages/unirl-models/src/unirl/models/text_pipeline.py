@@ -105,7 +105,7 @@ class AutoregressivePipeline:
         device = prompts[0].device
         stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
         draws = uniforms(noise_keys, params.seed, params.max_new_tokens).to(device)
-        decoder = Decoder(self.adapter, conditions, prompts, params.max_new_tokens)
+        decoder = self.decoder(conditions, prompts, params.max_new_tokens)
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
         log_probs = torch.zeros(len(prompts), params.max_new_tokens, device=device)
@@ -141,6 +141,10 @@ class AutoregressivePipeline:
         )
         self.remember(conditions, segment)
         return segment
+
+    def decoder(self, conditions: Conditions, prompts: list[Tensor], max_new_tokens: int) -> Decoder:
+        """What computes the logits of a rollout."""
+        return Decoder(self.adapter, conditions, prompts, max_new_tokens)
 
     def remember(self, conditions: Conditions, segment: TextSegment) -> None:
         """Add to `conditions` what replays of the segment need besides it; nothing for most models."""

@@ -66,17 +66,21 @@ class Routing:
         self._given: Tensor | None = None
         self._counts: Tensor | None = None
         self._routes: Routes | None = None
+        self._is_measured = True
         for place, gate in enumerate(gates):
             gate.forward = partial(self._route, place, gate, gate.forward)
 
     @contextmanager
-    def noted(self, given: Tensor | None = None, counts: Tensor | None = None) -> Generator[Routes]:
+    def noted(
+        self, given: Tensor | None = None, counts: Tensor | None = None, *, is_measured: bool = True
+    ) -> Generator[Routes]:
         """Within it one forward is noted.
 
         given: [N, L K] int16, experts that tokens go to, layer by layer; their weights are those of the present gates.
-        counts: bool [N], tokens that are no padding; None for all.
+        counts: bool [N], tokens that are no padding; None for all. is_measured: note more than the experts.
         """
         self._given, self._counts, self._routes = given, counts, Routes()
+        self._is_measured = is_measured
         try:
             yield self._routes
         finally:
@@ -117,6 +121,8 @@ class Routing:
 
     def _note(self, routes: Routes, logits: Tensor, experts: Tensor, free: Tensor) -> None:
         routes.experts.append(experts.to(torch.int16))
+        if not self._is_measured:
+            return
         counts = self._counts
         chosen = experts if counts is None else experts[counts]
         logits = logits if counts is None else logits[counts]
