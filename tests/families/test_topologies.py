@@ -17,6 +17,7 @@ from topology_steps import (
     NUM_EXPERTS,
     TEXTS,
     doubles_of,
+    expert_images,
     one_sided,
     pipeline_of,
     resumed,
@@ -84,7 +85,8 @@ def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest
     names = [
         name
         for name in [*SPREAD, *TEXTS]
-        if name in (*FIRST, "qwen3_moe") or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
+        if name in (*FIRST, "qwen3_moe", "hunyuan_image3")
+        or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
     ]
     return Runs(folders, tmp_path_factory.mktemp("topologies"), names)
 
@@ -206,6 +208,17 @@ def test_experts_without_tokens_have_gradients_all_the_same(runs: Runs) -> None:
             # Both ranks have the same tokens: the mean of their losses is the loss of one.
             torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
         assert not found["down_proj"][NUM_EXPERTS // 2 :].any()
+
+
+def test_images_by_spread_experts_are_those_of_one_process(runs: Runs) -> None:
+    pipeline_of("hunyuan_image3", runs.folders)
+    one = expert_images(runs.folders, TrainTopology())
+    for rank in runs.of("ep2"):
+        found = rank["images"]
+        for key in ("latents", "logp"):
+            assert_close({key: found[key]}, {key: one[key]}, 1e-5)
+        assert any(".experts." in name for name in found["gradients"])
+        assert_close(found["gradients"], one["gradients"], 1e-5)
 
 
 def test_a_checkpoint_of_spread_experts_resumes_where_they_are_not_and_back(runs: Runs) -> None:

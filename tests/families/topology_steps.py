@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
-from unirl.models.hunyuan_image3.pipeline import HunyuanImage3TextPipeline
+from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline, HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
 from unirl.models.qwen3.pipeline import Qwen3MoePipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
@@ -31,6 +32,7 @@ from unirl.models.token_plan import SpreadTokens
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.sde.kernels import FlowSDEStrategy
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.ulysses import UlyssesExchange
@@ -41,7 +43,7 @@ from unirl.train.stack import TrainStack
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.sampling import ARSamplingParams
+from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.training import StepStats
 from unirl.types.weights import weight_buckets, weight_spec
@@ -469,6 +471,36 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
+def expert_images(folder: Path, topology: TrainTopology) -> dict[str, Any]:
+    """Images of HunyuanImage3, their log-probs, and gradients of a Flow-GRPO step with the experts of the rollout."""
+    bundle = TEXTS["hunyuan_image3"].bundle(str(folder / "hunyuan_image3"))
+    pipeline = HunyuanImage3Pipeline(bundle, FlowSDEStrategy(), decode_batch_size=4, replays_experts=True)
+    backend = NotingBackend(bundle, optimizer=OPTIMIZER, device="cpu", topology=topology)
+    engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
+    params = DiffusionSamplingParams(
+        num_inference_steps=2,
+        height=32,
+        width=96,
+        guidance_scale=2.5,
+        negative_prompt="",
+        eta=0.7,
+        sde_indices=[0],
+        autocast_precision="fp32",
+        samples_per_prompt=SAMPLES_PER_PROMPT,
+    )
+    family = SimpleNamespace(inputs=lambda _: {})
+    track = engine.generate(request_of(family, engine, params, 0)).root_track().replace(advantages=ADVANTAGES)
+    segment = track.segment
+    assert isinstance(segment, LatentSegment) and segment.sde_logp is not None
+    share = len(ADVANTAGES) // backend.dp_size
+    algorithm = DiffusionGRPO(pipeline, backend, clip_range=1e-2, old_logp_source="rollout")
+    stack = TrainStack(backend, {"image": algorithm}, micro_batch_size=share, max_grad_norm=1.0)
+    stack.prepare()
+    own = track.slice(backend.dp_rank * share, (backend.dp_rank + 1) * share)
+    stack.train(RolloutResp(tracks={"image": own}), progress=0.0)
+    return {"latents": segment.clean_latents, "logp": segment.sde_logp, "gradients": backend.gradients}
+
+
 def expert_refusals(exchange: RowExchange, folder: Path) -> dict[str, str]:
     """What ranks are told that do not divide the experts, or whose model has none."""
     found = {}
@@ -511,6 +543,7 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
             found["bytes"][name] = (rows.bytes_sent, rows.expected_bytes)
         exchange = RowExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
         found |= {"one_sided": one_sided(exchange), "refused": expert_refusals(exchange, folder)}
+        found["images"] = expert_images(folder, topology)
         found["resharded"] = [
             resumed(names[0], folder, out / names[0], TrainTopology(), out / "shards"),
             resumed(names[0], folder, out / "shards", topology),
