@@ -7,6 +7,7 @@ backward pass of that one took, and gives its inputs and parameters gradients. H
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,8 +71,6 @@ class Blocks:
     def __init__(self, repeats: Repeats) -> None:
         self._repeats = repeats
         self._records: dict[Value, _Record] = {}
-        self._pinned: list[object] = []
-        """Arguments that keys name by their id."""
 
     @contextmanager
     def active(self, modules: Iterable[nn.Module]) -> Generator[None]:
@@ -156,22 +155,15 @@ class Blocks:
         if _top_saved_tensors_default_hooks(True) is not None:
             return None
         leaves, spec = tree_flatten((args, kwargs))
-        parts: list[Value] = []
-        for leaf in leaves:
-            if isinstance(leaf, FakeTensor):
-                parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
-            elif leaf is None or isinstance(leaf, int | float | str | torch.dtype):
-                parts.append(leaf)
-            elif dataclasses.is_dataclass(leaf) and type(leaf).__dataclass_params__.frozen:
-                self._pinned.append(leaf)
-                parts.append(id(leaf))
-            else:
-                return None
+        try:
+            parts = tuple(map(_described, leaves))
+        except _UnknownError:
+            return None
         trains = torch.is_grad_enabled()
         if trains and not _with_gradient(leaves):
             return None
         casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
-        return block.likeness, str(spec), tuple(parts), casts, trains
+        return block.likeness, str(spec), parts, casts, trains
 
 
 def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
@@ -198,6 +190,25 @@ def _likeness(module: nn.Module) -> Value:
         for name, parameter in module.named_parameters()
     )
     return classes, shapes
+
+
+class _UnknownError(Exception):
+    """An argument may be changed by the block, or decide what it computes."""
+
+
+def _described(value: Value) -> Value:
+    """An argument as far as a block's cost depends on it. Raises _UnknownError."""
+    if isinstance(value, Tensor):
+        strides = value.stride() if isinstance(value, FakeTensor) else ()
+        return tuple(value.shape), strides, value.dtype, value.requires_grad
+    if value is None or isinstance(value, int | float | str | enum.Enum | torch.dtype | range):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_described, value))
+    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return type(value), *map(_described, fields)
+    raise _UnknownError
 
 
 def _with_gradient(leaves: Sequence[Value]) -> list[int]:

@@ -261,6 +261,7 @@ class Rehearsal(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         resize, apply, swap = torch.UntypedStorage.resize_, nn.Module._apply, torch.utils.swap_tensors
+        build = torch.tensor
         infer, new_group = ShardingPropagator._propagate_tensor_meta_non_cached, dist.new_group
         ledger = self.ledger
 
@@ -293,9 +294,15 @@ class Rehearsal(TorchDispatchMode):
         def listed(tensor: Tensor) -> Value:
             return tensor.cpu().tolist()  # as torch does; a fake one reads each number
 
+        def built(data: Value, *args: Value, **kwargs: Value) -> Tensor:
+            # torch reads tensors within a list where no mode sees it.
+            is_list = isinstance(data, list | tuple)
+            return build([_number(each) for each in data] if is_list else data, *args, **kwargs)
+
         module = torch.get_device_module(PRETEND)
         self._patch(torch.accelerator, "current_stream", module.current_stream)
         self._patch(FakeTensor, "tolist", listed)
+        self._patch(torch, "tensor", built)
         self._patch(torch.UntypedStorage, "resize_", resized)
         self._patch(nn.Module, "_apply", moved)
         self._patch(torch.utils, "swap_tensors", swapped)
@@ -354,6 +361,10 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _is_host(device: torch.device | None) -> bool:
     return device is not None and torch.device(device).type == "cpu"
+
+
+def _number(value: Value) -> Value:
+    return value.tolist() if isinstance(value, FakeTensor) else value
 
 
 def _is_mask(index: Value) -> bool:
