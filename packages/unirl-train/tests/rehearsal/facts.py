@@ -45,6 +45,7 @@ def reads(mode: Rehearsal) -> dict[str, Any]:
         "listed": _num_reads(mode, lambda: x.tolist()),
         "repeated": list(torch.arange(2, device=PRETEND).repeat_interleave(torch.tensor([3, 1]).to(PRETEND)).shape),
         "counts": torch.bincount(torch.randint(4, (10,), device=PRETEND), minlength=4).tolist(),
+        "runs": torch.unique_consecutive(torch.tensor([2, 2, 5]).to(PRETEND)).tolist(),
         "of a list": torch.tensor([levels[0], levels[1]], device=PRETEND).tolist(),
         "at": sorted(mode.counts.reads),
     }

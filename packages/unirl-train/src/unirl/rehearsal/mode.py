@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -129,10 +129,6 @@ class Rehearsal(TorchDispatchMode):
             num = self._num_true(args[0])
             with self._fake:
                 return torch.empty(num, args[0].ndim, dtype=torch.int64, device=PRETEND)
-        if func is aten.repeat_interleave.Tensor and (repeats := self._values.get(args[0])) is not None:
-            num = int(repeats.sum())
-            with self._fake:
-                return torch.empty(num, dtype=args[0].dtype, device=PRETEND)
         if func is aten.bincount.default:
             return self._even_counts(*args, **named)
         with self._fake:
@@ -145,7 +141,16 @@ class Rehearsal(TorchDispatchMode):
                 return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=PRETEND)
             if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in flat):
                 args, named = tree_unflatten([_stand_in(value) for value in flat], spec)
-            return func(*args, **named)
+            try:
+                return func(*args, **named)
+            except DynamicOutputShapeException:  # how much comes out depends on values
+                if not self._has_values(flat):
+                    raise
+        made = self._computed(func, flat, spec)
+        shapes = [(each.size(), each.dtype) for each in (made if isinstance(made, tuple) else (made,))]
+        with self._fake:
+            outs = tuple(torch.empty(size, dtype=dtype, device=PRETEND) for size, dtype in shapes)
+        return outs if isinstance(made, tuple) else outs[0]
 
     def _even_counts(self, tokens: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         """How often each number occurs: all equally often, as the tokens of a router that is balanced."""
@@ -219,21 +224,28 @@ class Rehearsal(TorchDispatchMode):
             return
         if func in RANDOM or any(not isinstance(each, FakeTensor) or each.numel() > MOST_VALUES for each in outs):
             return
-        tensors = [value for value in flat if isinstance(value, Tensor)]
-        if any(isinstance(value, FakeTensor) and self._values.get(value) is None for value in tensors):
+        if not self._has_values(flat):
             if func._schema.is_mutable:  # what it wrote has no values any more
-                for value in tensors:
-                    self._values.pop(value, None)
+                for value in flat:
+                    if isinstance(value, Tensor):
+                        self._values.pop(value, None)
             return
-        real = [self._with_values(value) for value in flat]
-        own_args, own_named = tree_unflatten(real, spec)
         try:
-            made = func(*own_args, **own_named)
+            made = self._computed(func, flat, spec)
         except NotImplementedError:  # a kernel that only devices have
             return
         # An operator in place gives what it was given: its values changed with it.
         for each, values in zip(outs, made if isinstance(out, tuple | list) else (made,), strict=True):
             self._values[each] = values
+
+    def _has_values(self, flat: list[Value]) -> bool:
+        """True if all tensors among arguments have values."""
+        return all(self._values.get(value) is not None for value in flat if isinstance(value, FakeTensor))
+
+    def _computed(self, func: Value, flat: list[Value], spec: TreeSpec) -> Value:
+        """An operator of the values of its arguments, in host memory."""
+        args, named = tree_unflatten([self._with_values(value) for value in flat], spec)
+        return func(*args, **named)
 
     def _with_values(self, value: Value) -> Value:
         if isinstance(value, FakeTensor):

@@ -372,6 +372,7 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
             "sample_frames": 81,
         }
     },
+    "Lightricks/LTX-2": {"vae": {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}},
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"transformer": _WAN_1_3B},
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
         "transformer": {
