@@ -172,7 +172,9 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
 
-    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, shift: Tensor, *, seen: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        if seen is not None:
+            seen.append(x)
         return x + self.down(F.gelu(self.up(self.norm(x)))) + shift, shift
 
 
@@ -225,6 +227,17 @@ def blocks(mode: Rehearsal) -> dict[str, Any]:
     return found
 
 
+def left_in_a_list() -> int:
+    """What six layers leave in a list that they are given."""
+    with torch.device(PRETEND):
+        model, x = Tower(), torch.randn(2, 64)
+    found: list[Tensor] = []
+    with torch.no_grad(), Blocks(Repeats(Rehearsal())).active([model]):
+        for layer in model.layers:
+            layer(x, x, seen=found)
+    return len(found)
+
+
 def main() -> None:
     """All of it."""
     found: dict[str, Any] = {}
@@ -233,7 +246,7 @@ def main() -> None:
         with mode:
             found[name] = look(mode)
     with Rehearsal():
-        found["mixed"], found["autocast"] = mixed(), autocast()
+        found["mixed"], found["autocast"], found["left in a list"] = mixed(), autocast(), left_in_a_list()
     join_group(4)
     mode = Rehearsal()
     with mode:

@@ -118,3 +118,7 @@ def test_blocks_that_are_repeated_count_as_those_that_run(facts: Any, kind: str)
     assert repeated["peak"] == pytest.approx(run["peak"], rel=0.01)
     for name in ("flops", "sent", "gradients"):
         assert repeated[name] == run[name]
+
+
+def test_blocks_that_may_change_their_arguments_all_run(facts: Any) -> None:
+    assert facts["left in a list"] == 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -154,16 +154,15 @@ class Blocks:
         tensors, for arguments that it may change, and where nothing says when its backward pass ends."""
         if _top_saved_tensors_default_hooks(True) is not None:
             return None
-        leaves, spec = tree_flatten((args, kwargs))
         try:
-            parts = tuple(map(_described, leaves))
+            parts = tuple(_described(value) for value in (*args, *sorted(kwargs.items())))
         except _UnknownError:
             return None
         trains = torch.is_grad_enabled()
-        if trains and not _with_gradient(leaves):
+        if trains and not _with_gradient(tree_leaves((args, kwargs))):
             return None
         casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
-        return block.likeness, str(spec), parts, casts, trains
+        return block.likeness, parts, casts, trains
 
 
 def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
@@ -197,17 +196,20 @@ class _UnknownError(Exception):
 
 
 def _described(value: Value) -> Value:
-    """An argument as far as a block's cost depends on it. Raises _UnknownError."""
+    """An argument as far as a block's cost depends on it. Raises _UnknownError, as for lists, in which blocks of some
+    autoencoders leave frames for the next call."""
     if isinstance(value, Tensor):
         strides = value.stride() if isinstance(value, FakeTensor) else ()
         return tuple(value.shape), strides, value.dtype, value.requires_grad
     if value is None or isinstance(value, int | float | str | enum.Enum | torch.dtype | range):
         return value
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return tuple(map(_described, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _described(each)) for name, each in value.items())
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:
         fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        return type(value), *map(_described, fields)
+        return type(value), *(_described(tuple(each) if isinstance(each, list) else each) for each in fields)
     raise _UnknownError
 
 

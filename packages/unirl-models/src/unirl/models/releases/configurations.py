@@ -224,7 +224,7 @@ OF_CLASSES: Mapping[str, Settings] = {
             "patch_size": 14,
             "projection_dim": 768,
         },
-        "image_token_index": 3,
+        "image_token_index": 11,
     },
     "Gemma3ForConditionalGeneration": {
         "text_config": _GEMMA3_12B,

@@ -32,6 +32,7 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<|image_pad|>", "<|video_pad|>", "<|vision_s
     "<|audio_pad|>",
     "<|audio_start|>",
     "<|audio_end|>",
+    "<image>",
 )
 """Ids before those of bytes, in the order that `configurations` takes them for granted."""
 CHAT = (
@@ -137,4 +138,5 @@ def _tokenizer(class_name: str, length: int | None = PROMPT_TOKENS) -> Any:  # A
 def _write_processor(class_name: str, place: Path) -> None:
     # Of images and texts together families read the part of images, which needs no torchvision.
     own = "Qwen2VLImageProcessorPil" if class_name == "Qwen2VLProcessor" else class_name
-    getattr(transformers, own)().save_pretrained(place)
+    settings = {"size": {"height": 384, "width": 384}} if own == "SiglipImageProcessor" else {}
+    getattr(transformers, own)(**settings).save_pretrained(place)
