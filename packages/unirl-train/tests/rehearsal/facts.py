@@ -171,6 +171,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.other = nn.Linear(64, 64)  # of tokens that no input has
 
     def forward(self, x: Tensor, shift: Tensor, *, seen: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         if seen is not None:

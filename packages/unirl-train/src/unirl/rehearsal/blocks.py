@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class _Record:
     results: Value
     """A tree of `Shape`s, `_Given`s and plain values."""
     backward: Cost | None = None
+    trained: frozenset[str] = frozenset()
+    """Parameters that its backward pass gives a gradient: of the experts of a token, those of its kind."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Blocks:
             return out
         flat, spec = tree_flatten((args, kwargs))
         places = _with_gradient(flat)
-        timed = _Timed(self._repeats)
+        timed = _Timed(self._repeats, block.module)
         marked = _Ends.apply(timed, *(flat[place] for place in places))
         for place, tensor in zip(places, marked, strict=True):
             flat[place] = tensor
@@ -141,11 +144,12 @@ class Blocks:
         flat, _ = tree_flatten((args, kwargs))
         inputs = [flat[place] for place in _with_gradient(flat)]
         saved = [flat[place] for place in record.inputs]
-        parameters = [parameter for parameter in block.module.parameters() if parameter.requires_grad]
+        named = {name: each for name, each in block.module.named_parameters() if each.requires_grad}
         shapes, spec = tree_flatten(record.results)
         made = [shape for shape in shapes if isinstance(shape, Shape)]
-        kept = _Kept(self._repeats, lambda: self._records[key].backward, record.kept_bytes, made, saved)
-        results = iter(_StandIn.apply(kept, *inputs, *parameters))
+        names = [None] * len(inputs) + [*named]
+        kept = _Kept(self._repeats, lambda: self._records[key], made, saved, names)
+        results = iter(_StandIn.apply(kept, *inputs, *named.values()))
         found = [next(results) if isinstance(shape, Shape) else shape for shape in shapes]
         return tree_unflatten([flat[each.place] if isinstance(each, _Given) else each for each in found], spec)
 
@@ -242,11 +246,20 @@ def _storage(tensor: Tensor) -> int:
 class _Timed:
     """The backward pass of a block that ran: between the gradients of its results and those of its inputs."""
 
-    def __init__(self, repeats: Repeats) -> None:
+    def __init__(self, repeats: Repeats, module: nn.Module) -> None:
         self._repeats = repeats
+        self._trained = set[str]()
+        self._hooks = [
+            each.register_hook(partial(self._note, name))
+            for name, each in module.named_parameters()
+            if each.requires_grad
+        ]
         self._watch: Any = None  # Any: a context manager that outlives a function
         self._found: list[Cost] = []
         self.record: _Record | None = None
+
+    def _note(self, name: str, grad: Tensor) -> None:
+        self._trained.add(name)
 
     def begin(self) -> None:
         if self._watch is None:
@@ -258,8 +271,10 @@ class _Timed:
             return
         self._watch.__exit__(None, None, None)
         self._watch = None
+        for hook in self._hooks:
+            hook.remove()
         if self.record is not None:
-            self.record.backward = self._found[0]
+            self.record.backward, self.record.trained = self._found[0], frozenset(self._trained)
 
 
 class _Ends(torch.autograd.Function):
@@ -281,11 +296,12 @@ class _Kept:
     """What a repeated block knows until its backward pass."""
 
     repeats: Repeats
-    backward: Callable[[], Cost | None]
-    """What a backward pass takes, once one has run."""
-    kept_bytes: int
+    record: Callable[[], _Record]
+    """The last one, which knows what a backward pass does once one has run."""
     made: list[Shape]
     saved: list[Tensor]
+    names: list[str | None]
+    """The names of parameters among what the graph goes through."""
 
 
 class _StandIn(torch.autograd.Function):
@@ -295,7 +311,7 @@ class _StandIn(torch.autograd.Function):
     def forward(ctx: Any, kept: _Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kept = kept
         ctx.likes = [shape_of(tensor) for tensor in tensors]
-        ctx.held = torch.empty(max(kept.kept_bytes, 0), dtype=torch.uint8, device=PRETEND)
+        ctx.held = torch.empty(max(kept.record().kept_bytes, 0), dtype=torch.uint8, device=PRETEND)
         results = tuple(shape.made(trains=False) for shape in kept.made)
         ctx.mark_non_differentiable(
             *(result for result, shape in zip(results, kept.made, strict=True) if not shape.trains)
@@ -304,10 +320,14 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Value, ...]:
-        cost = ctx.kept.backward()
-        if cost is None:
+        record = ctx.kept.record()
+        if record.backward is None:
             raise ContractError("a repeated block's backward pass comes before that of the block that ran")
-        ctx.kept.repeats.count(cost)
+        ctx.kept.repeats.count(record.backward)
         ctx.held, ctx.kept.saved = None, []
-        pairs = zip(ctx.likes, ctx.needs_input_grad[1:], strict=True)
+        needed = [
+            is_needed and (name is None or name in record.trained)
+            for is_needed, name in zip(ctx.needs_input_grad[1:], ctx.kept.names, strict=True)
+        ]
+        pairs = zip(ctx.likes, needed, strict=True)
         return None, *(like.made(trains=False) if is_needed else None for like, is_needed in pairs)
