@@ -93,15 +93,15 @@ def _peaks(shown: str) -> dict[str, float]:
     return {match[1]: float(match[2]) * units[match[3]] for match in found}
 
 
-SAMPLED = {name: Peak(100, {"activations": 70, "optimizer": 30}) for name in ("rollout", "reward", "train")}
+SAMPLED = {name: Peak(100, {"activations": 70, "optimizer": 30}) for name in ("rollout", "reward", "eval", "train")}
 
 
 @pytest.mark.parametrize(
     ("recipe", "held", "phases_with_it", "has_activations"),
     [
-        ("sd3/sglang", 2 * 10**9, ["rollout", "reward"], True),  # sleeps in training
-        ("llm/qwen3_4b_dapo_grpo", 48 * 10**9, ["rollout", "reward"], False),
-        ("pe/pe_sglang_full_pickscore", 26 * 10**9, ["rollout", "reward"], True),
+        ("sd3/sglang", 2 * 10**9, ["rollout", "reward", "eval"], True),  # sleeps in training
+        ("llm/qwen3_4b_dapo_grpo", 48 * 10**9, ["rollout", "reward", "eval"], False),
+        ("pe/pe_sglang_full_pickscore", 26 * 10**9, ["rollout", "reward", "eval"], True),
         ("sd3/replica_separate", 2 * 10**9, ["engine"], False),
         ("hunyuan_image3/vllm_omni", 250 * 10**6, ["engine"], False),  # each of eight devices has a part
     ],
@@ -115,7 +115,7 @@ def test_engines_with_separate_weights_are_counted_by_formulas(
     assert {phase: peak.parts["engine"] for phase, peak in found.items() if "engine" in peak.parts} == dict.fromkeys(
         phases_with_it, held
     )
-    assert ("activations" in found["rollout"].parts) == has_activations
+    assert all(("activations" in found[phase].parts) == has_activations for phase in ("rollout", "eval"))
     assert found["train"] == SAMPLED["train"]
     if "engine" in found:
         assert found["engine"].parts["activations"] == 70

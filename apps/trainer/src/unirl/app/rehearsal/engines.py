@@ -29,6 +29,8 @@ RESERVES: Mapping[str, _Reserve] = {
     "SGLangRolloutEngine": _Reserve(("mem-fraction-static", "mem_fraction_static"), 0.88),  # SGLang 0.5
 }
 """Engines of texts, by class. Others hold the model, and compute as direct sampling does."""
+SAMPLING = ("rollout", "eval")
+"""Phases in which engines sample."""
 
 
 def with_engines(
@@ -41,10 +43,11 @@ def with_engines(
     train = groups_of_run(run)[0]
     here = [stage for stage in share.apart if stage.at in train.holds]
     elsewhere = [stage for stage in share.apart if stage not in here]
-    activations = peaks["rollout"].parts.get(ACTIVATIONS, 0)
+    sampled = [phase for phase in SAMPLING if phase in peaks]
+    activations = max(peaks[phase].parts.get(ACTIVATIONS, 0) for phase in sampled)
     found = dict(peaks)
     if not any(_computes_as_direct(stage) for stage in run.stages if stage not in elsewhere):
-        found["rollout"] = _without(found["rollout"], ACTIVATIONS)
+        found.update({phase: _without(peaks[phase], ACTIVATIONS) for phase in sampled})
     held = sum(_held_bytes(stage, weights[stage.policy], device_bytes) for stage in here)
     is_away = {"train"} if run.file.residency.sleep_engine else set[str]()
     for phase in found:
