@@ -587,6 +587,7 @@ NO_BOUNDS = {
     "LinearWeight.end",
     "RolloutCorrection.lower",
     "RolloutCorrection.upper",  # judged together
+    "TrainTopology.dp_shard",  # with the other axes; -1 is what is left
     "MixGRPOWindow.decay_knee",
     "RandomSubset.seed",
     "MixGRPOWindow.seed",  # of a hash

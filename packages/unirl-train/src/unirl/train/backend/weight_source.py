@@ -222,13 +222,18 @@ def _rows_of_part(tensor: Tensor, where: tuple[int, slice] | None) -> tuple[int,
 
 def _row_axis(tensor: DTensor) -> int | None:
     """The axis of the mesh over which the rows of a tensor are cut; None where it is cut otherwise, or not at all."""
-    cut = [
+    cut = _cut_axes(tensor)
+    is_of_rows = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]] == Shard(0)
+    return cut[0] if is_of_rows else None
+
+
+def _cut_axes(tensor: DTensor) -> list[int]:
+    """The axes of the mesh along which ranks hold different parts of a tensor."""
+    return [
         axis
         for axis, placement in enumerate(tensor.placements)
         if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1
     ]
-    is_of_rows = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]] == Shard(0)
-    return cut[0] if is_of_rows else None
 
 
 def _rows_of(tensor: Tensor) -> tuple[int, int]:
@@ -247,7 +252,8 @@ def _own_rows(tensor: Tensor) -> Tensor:
     """This rank's rows of a tensor, where they lie; all of one that is not cut by rows, which every rank gathers."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return (tensor.full_tensor() if _row_axis(tensor) is None else tensor.to_local()).detach()
+    is_gathered = bool(_cut_axes(tensor)) and _row_axis(tensor) is None
+    return (tensor.full_tensor() if is_gathered else tensor.to_local()).detach()
 
 
 def _without_ties(module: nn.Module) -> dict[str, Tensor]:
