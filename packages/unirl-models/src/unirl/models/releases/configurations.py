@@ -171,6 +171,7 @@ _SIGLIP_SO400M: Settings = {
     "patch_size": 14,
     "image_size": 384,
 }
+_LLAVA_IMAGES: Settings = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
 _SD_VAE: Settings = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
@@ -231,6 +232,7 @@ OF_CLASSES: Mapping[str, Settings] = {
         "vision_config": {**_SIGLIP_SO400M, "image_size": 896},
     },
     "SiglipVisionModel": _SIGLIP_SO400M,
+    "SiglipImageProcessor": {"size": {"height": 384, "width": 384}},
     "CogVideoXDDIMScheduler": {
         "beta_schedule": "scaled_linear",
         "beta_start": 0.00085,
@@ -402,8 +404,12 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
         "transformer": {**_WAN_1_3B, "vace_layers": list(range(0, 30, 2))},
     },
     "Wan-AI/Wan2.2-Animate-14B-Diffusers": {"transformer": {"added_kv_proj_dim": 5120}},
-    "hunyuanvideo-community/HunyuanVideo-I2V": {"transformer": {"image_condition_type": "token_replace"}},
+    "hunyuanvideo-community/HunyuanVideo-I2V": {
+        "transformer": {"image_condition_type": "token_replace"},
+        "image_processor": _LLAVA_IMAGES,
+    },
     "hunyuanvideo-community/HunyuanVideo-I2V-33ch": {
+        "image_processor": _LLAVA_IMAGES,
         "transformer": {"image_condition_type": "latent_concat", "guidance_embeds": False, "in_channels": 33},
     },
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": {"text_encoder_2": _BYT5_SMALL},

@@ -86,7 +86,7 @@ def write_configurations(hub_id: str, folder: Path) -> None:
             _tokenizer(class_name).save_pretrained(place)
             index[name] = ["transformers", "PreTrainedTokenizerFast"]
         elif library == "transformers" and class_name.endswith("Processor"):
-            _write_processor(class_name, place)
+            _write_processor(class_name, settings_of(release, name, class_name), place)
         else:
             model_class = getattr(LIBRARIES[library], class_name)
             _write_configuration(model_class, settings_of(release, name, class_name), place)
@@ -135,8 +135,7 @@ def _tokenizer(class_name: str, length: int | None = PROMPT_TOKENS) -> Any:  # A
     )
 
 
-def _write_processor(class_name: str, place: Path) -> None:
+def _write_processor(class_name: str, settings: Settings, place: Path) -> None:
     # Of images and texts together families read the part of images, which needs no torchvision.
     own = "Qwen2VLImageProcessorPil" if class_name == "Qwen2VLProcessor" else class_name
-    settings = {"size": {"height": 384, "width": 384}} if own == "SiglipImageProcessor" else {}
     getattr(transformers, own)(**settings).save_pretrained(place)
