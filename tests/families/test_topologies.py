@@ -18,6 +18,7 @@ from topology_steps import (
     TEXTS,
     doubles_of,
     expert_images,
+    folder_of,
     one_sided,
     pipeline_of,
     resumed,
@@ -141,7 +142,7 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
 
 @pytest.mark.parametrize("case", ["ep2", "dp2-ep2"])
 def test_experts_are_pushed_by_the_names_of_the_checkpoint(case: str, runs: Runs) -> None:
-    expected = checkpoint_shapes(runs.folders / "qwen3_moe")
+    expected = checkpoint_shapes(folder_of("qwen3_moe", runs.folders))
     ranks = [rank["float32"]["qwen3_moe"] for rank in runs.of(case)]
     for rank in ranks:
         assert {key: tuple(value.shape) for key, value in rank["weights"].items()} == expected

@@ -107,14 +107,19 @@ TEXTS = {
 }
 
 
+def folder_of(name: str, folder: Path) -> Path:
+    """The model of a family of texts; other tests have other sizes of the same families in `folder`."""
+    return folder / "of_experts" / name
+
+
 def pipeline_of(name: str, folder: Path) -> Any:
     """A family's pipeline, whose folder is written where it is not there yet."""
     if name not in TEXTS:
         return kit.ours(name, folder / name)
-    family = TEXTS[name]
-    if not (folder / name).exists():
-        family.write(folder / name)
-    return family.pipeline(family.bundle(str(folder / name), defers_weights=True))
+    family, place = TEXTS[name], folder_of(name, folder)
+    if not place.exists():
+        family.write(place)
+    return family.pipeline(family.bundle(str(place), defers_weights=True))
 
 
 def backend_of(
@@ -176,7 +181,7 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
 def _reach_a_copy(name: str, folder: Path, weights: Mapping[str, Tensor], backend: FSDPBackend) -> bool:
     """True if pushed weights become those of an engine's own model."""
     family = TEXTS[name]
-    bundle = family.bundle(str(folder / name))
+    bundle = family.bundle(str(folder_of(name, folder)))
     engine = ReplicaTextEngine(family.pipeline(bundle), bundle=bundle, dtype="fp32", forward_batch_size=4)
     engine.begin_weights(1, [weight_spec(key, value) for key, value in weights.items()])
     for bucket in weight_buckets(weights.items(), policy_version=1, max_bytes=1 << 16):
@@ -473,7 +478,7 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
 
 def expert_images(folder: Path, topology: TrainTopology) -> dict[str, Any]:
     """Images of HunyuanImage3, their log-probs, and gradients of a Flow-GRPO step with the experts of the rollout."""
-    bundle = TEXTS["hunyuan_image3"].bundle(str(folder / "hunyuan_image3"))
+    bundle = TEXTS["hunyuan_image3"].bundle(str(folder_of("hunyuan_image3", folder)))
     pipeline = HunyuanImage3Pipeline(bundle, FlowSDEStrategy(), decode_batch_size=4, replays_experts=True)
     backend = NotingBackend(bundle, optimizer=OPTIMIZER, device="cpu", topology=topology)
     engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
