@@ -13,7 +13,7 @@ import transformers
 
 from unirl.models.causal_lm.construction import from_configuration as of_transformers
 from unirl.models.diffusers_pipeline.construction import from_configuration
-from unirl.models.packed.weights import tensor_shapes
+from unirl.models.packed.weights import SINGLE, tensor_shapes
 from unirl.models.released import all_released
 from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.folder import ALIASES, LIBRARIES, is_known, write_configurations
@@ -76,6 +76,13 @@ def test_files_of_unified_models_have_the_published_size_and_take_no_disk(hub_id
     published = sizes.trained + sizes.vae + sizes.beside
     assert sum(math.prod(shape) for shape in shapes.values()) / 1e9 == pytest.approx(published, rel=0.03)
     assert sum(file.stat().st_blocks * 512 for file in files) < 10_000_000
+
+
+def test_files_of_hunyuan_image3_name_each_expert(tmp_path: Path) -> None:
+    write_configurations("tencent/HunyuanImage-3.0-Instruct", tmp_path)
+    shapes = tensor_shapes(tmp_path / SINGLE)
+    assert shapes["model.layers.31.mlp.experts.63.down_proj.weight"] == (4096, 3072)
+    assert not any(name.endswith("experts.down_proj") for name in shapes)
 
 
 def _is_text(name: str, entry: Any) -> bool:

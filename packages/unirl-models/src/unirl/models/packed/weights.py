@@ -88,28 +88,29 @@ def fill(
         for name, tensor in module.state_dict().items()
     }
     expected = {name: tensor.shape for name, tensor in in_published_parts(everything, own).items()}
+    paths = set(files.values())
+    shapes = {name: shape for file in paths for name, shape in tensor_shapes(file).items()}
+    wrong = {
+        "missing": sorted(expected.keys() - files.keys()),
+        "shape": sorted(name for name in expected.keys() & files.keys() if shapes[name] != tuple(expected[name])),
+    }
+    if any(wrong.values()):
+        first = next(iter(files.values()))
+        shown = {kind: names[:most] for kind, names in wrong.items()}
+        where = first if len(paths) == 1 else first.parent
+        raise CheckpointError(f"{where} does not hold the weights of {owner}: {shown}.")
+    unread = sorted(files.keys() - expected.keys())
+    if unread:
+        logger.warning("%d tensors of %s are not read: %s", len(unread), owner, unread[:8])
+    for _, module, dtype in deferred:
+        module.to(dtype).requires_grad_(False).eval()
     if device is not None and not has_values(device):
         for _, module, dtype in modules:
             module.to_empty(device=device).to(dtype).requires_grad_(False).eval()
-        for _, module, dtype in deferred:
-            module.to(dtype).requires_grad_(False).eval()
         return
     place = "cpu" if device is None else str(device)
     with ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt", device=place)) for file in set(files.values())
-        }
-        wrong: dict[str, list[str]] = {"missing": sorted(expected.keys() - files.keys()), "shape": []}
-        for name, shape in sorted(expected.items()):
-            if name in files and tuple(opened[files[name]].get_slice(name).get_shape()) != tuple(shape):
-                wrong["shape"].append(name)
-        if any(wrong.values()):
-            where = next(iter(opened)) if len(opened) == 1 else next(iter(files.values())).parent
-            shown = {kind: names[:most] for kind, names in wrong.items()}
-            raise CheckpointError(f"{where} does not hold the weights of {owner}: {shown}.")
-        unread = sorted(files.keys() - expected.keys())
-        if unread:
-            logger.warning("%d tensors of %s are not read: %s", len(unread), owner, unread[:8])
+        opened = {file: stack.enter_context(safe_open(file, framework="pt", device=place)) for file in paths}
         for prefix, module, dtype in modules:
             tensors = {}
             for name, tensor in module.state_dict().items():
@@ -122,8 +123,6 @@ def fill(
                     value.copy_(opened[files[part]].get_tensor(part))
             module.load_state_dict(tensors, assign=True)
             module.requires_grad_(False).eval()
-        for _, module, dtype in deferred:
-            module.to(dtype).requires_grad_(False).eval()
 
 
 def replace_weights(files: Mapping[str, Path], replaced: Mapping[str, Tensor], target: Path) -> None:

@@ -17,11 +17,12 @@ from unirl.models.bagel.vae import AutoEncoder
 from unirl.models.hunyuan_image3.configuration import HunyuanImage3Config
 from unirl.models.hunyuan_image3.model import ImageParts
 from unirl.models.hunyuan_image3.sizes import sizes
-from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder
+from unirl.models.hunyuan_image3.transformer import HunyuanImage3Decoder, expert_stacks
 from unirl.models.loading import ModelFolder
 from unirl.models.packed.vision import VisionConfig
 from unirl.models.packed.weights import SINGLE
 from unirl.models.tiny.text import byte_tokenizer
+from unirl.types.weights import in_published_parts
 
 Settings = dict[str, Any]  # Any: JSON values
 
@@ -116,8 +117,9 @@ def write_hunyuan_image3(folder: Path) -> None:
     _write(folder / "generation_config.json", {"sequence_template": "instruct", "drop_think": False})
     config = HunyuanImage3Config.of_folder(ModelFolder(folder, HUNYUAN_IMAGE3))
     with torch.device("meta"):
-        parts = HunyuanImage3Decoder(config.decoder), ImageParts(config)
-    write_shapes(folder / SINGLE, {name: value for part in parts for name, value in part.state_dict().items()})
+        decoder, images = HunyuanImage3Decoder(config.decoder), ImageParts(config)
+    published = in_published_parts(decoder.state_dict(), expert_stacks(decoder))
+    write_shapes(folder / SINGLE, {**published, **images.state_dict()})
     ratios = [f"<img_ratio_{number}>" for number in range(len(sizes(config.base_size)))]
     byte_tokenizer(
         {},
