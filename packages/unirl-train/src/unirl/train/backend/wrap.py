@@ -81,20 +81,20 @@ def sharding_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     Ranks that share samples (sp) share the shards of the model too: each needs whole blocks for its own tokens.
     """
     axes = topology.resolved(dist.get_world_size())
-    replicate, shard = axes.dp_replicate, axes.dp_shard * axes.sp
-    if replicate > 1:
-        return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
+    return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard * axes.sp)
 
 
 def mesh_of_experts(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     """As `sharding_mesh`, its last dimension divided into the shards of a rank's experts and the ranks along "ep"."""
     axes = topology.resolved(dist.get_world_size())
-    replicate, shard = axes.dp_replicate, axes.dp_shard * axes.sp // axes.ep
-    if replicate > 1:
-        names = ("dp_replicate", "dp_shard", "ep")
-        return init_device_mesh(device.type, (replicate, shard, axes.ep), mesh_dim_names=names)
-    return init_device_mesh(device.type, (shard, axes.ep), mesh_dim_names=("dp_shard", "ep"))
+    shard = axes.dp_shard * axes.sp // axes.ep
+    return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=shard, ep=axes.ep)
+
+
+def _mesh(device: torch.device, **sizes: int) -> DeviceMesh:
+    """A mesh of these dimensions, without "dp_replicate" where there is one copy of the model."""
+    kept = {name: size for name, size in sizes.items() if name != "dp_replicate" or size > 1}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def cut_experts(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
