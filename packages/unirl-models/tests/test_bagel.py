@@ -25,9 +25,6 @@ from unirl.models.bagel.configuration import (
     MODEL_FILE,
     VAE_FILE,
     VISION_CONFIG,
-    BagelConfig,
-    LanguageConfig,
-    VAEConfig,
 )
 from unirl.models.bagel.guidance import ContextGuidance, shrunk
 from unirl.models.bagel.images import Sides
@@ -35,7 +32,7 @@ from unirl.models.bagel.model import Bagel
 from unirl.models.bagel.pipeline import BagelPipeline, BagelTextPipeline
 from unirl.models.bagel.vae import AutoEncoder
 from unirl.models.packed.patches import image_of, patches_of
-from unirl.models.packed.vision import VisionConfig
+from unirl.models.releases.unified import BAGEL
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.conditions import ImagePatchCondition
@@ -196,32 +193,6 @@ def test_patches_and_images_are_inverses() -> None:
 
 # Sizes and layout ---------------------------------------------------------------------------------------------------
 
-PUBLISHED = BagelConfig(
-    language=LanguageConfig(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        max_position_embeddings=32768,
-    ),
-    vision=VisionConfig(
-        hidden_size=1152,
-        intermediate_size=4304,
-        num_hidden_layers=26,
-        num_attention_heads=16,
-        patch_size=14,
-        num_channels=3,
-        layer_norm_eps=1e-6,
-        patches_per_side=70,
-    ),
-    vae=VAEConfig(),
-    max_latent_size=64,
-)
-
 
 def published_shapes() -> dict[str, tuple[int, ...]]:
     """Names and shapes of `ema.safetensors` as ByteDance-Seed/BAGEL-7B-MoT publishes them, H = 3584."""
@@ -276,7 +247,7 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
 def test_the_published_size_is_built_on_the_meta_device(record_property: Callable[[str, object], None]) -> None:
     """The published file is 29.2 GB of bfloat16; the autoencoder is FLUX.1's, of 83.8 million parameters."""
     with torch.device("meta"):
-        model, vae = Bagel(PUBLISHED), AutoEncoder(PUBLISHED.vae)
+        model, vae = Bagel(BAGEL), AutoEncoder(BAGEL.vae)
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == published_shapes()
     total = sum(tensor.numel() for tensor in model.state_dict().values())
     record_property("billions", total / 1e9)
