@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from unirl.rehearsal.repeats import Cost, Repeats, Shape, replaced, shape_of
+from unirl.rehearsal.repeats import Cost, Repeats, Shape, circumstances, replaced, shape_of
 from unirl.train.backend.wrap import is_checkpointed
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ContractError
@@ -78,14 +78,10 @@ class Blocks:
     @contextmanager
     def active(self, modules: Iterable[nn.Module]) -> Generator[None]:
         """Take the place of the blocks' `forward`."""
-        undo = []
-        for block in _blocks(modules):
-            undo.append(replaced(block.module, "forward", self._running(block)))
-        try:
+        with ExitStack() as stack:
+            for block in _blocks(modules):
+                stack.enter_context(replaced(block.module, "forward", self._running(block)))
             yield
-        finally:
-            for each in reversed(undo):
-                each()
 
     def _running(self, block: _Block) -> Callable[..., Value]:
         def run(*args: Value, **kwargs: Value) -> Value:
@@ -162,11 +158,9 @@ class Blocks:
             parts = tuple(_described(value) for value in (*args, *sorted(kwargs.items())))
         except _UnknownError:
             return None
-        trains = torch.is_grad_enabled()
-        if trains and not _with_gradient(tree_leaves((args, kwargs))):
+        if torch.is_grad_enabled() and not _with_gradient(tree_leaves((args, kwargs))):
             return None
-        casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
-        return block.likeness, parts, casts, trains
+        return block.likeness, parts, circumstances()
 
 
 def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,16 +52,12 @@ class Repeats:
     @contextmanager
     def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
         """Take the place of `forward` and `losses`. algorithms: by track."""
-        undo: list[Callable[[], None]] = []
-        for module in modules:
-            undo.append(replaced(module, "forward", self._forwards(module.forward, id(module))))
-        for track, algorithm in algorithms.items():
-            undo.append(replaced(algorithm, "losses", self._losses(track, algorithm)))
-        try:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(replaced(module, "forward", self._forwards(module.forward, id(module))))
+            for track, algorithm in algorithms.items():
+                stack.enter_context(replaced(algorithm, "losses", self._losses(track, algorithm)))
             yield
-        finally:
-            for each in undo:
-                each()
 
     def _forwards(self, forward: Callable[..., Value], owner: int) -> Callable[..., Value]:
         def run(*args: Value, **kwargs: Value) -> Value:
@@ -123,10 +119,7 @@ class Repeats:
         """What runs within it is counted so many times."""
         with self.watched() as found:
             yield
-        mode, cost = self.mode, found[0]
-        mode.counts.flops[mode.phase] += (times - 1) * cost.flops
-        for name, size in cost.collectives.items():
-            mode.collectives_of_phase()[name] += (times - 1) * size
+        self._add(found[0], times - 1)
 
     def measured(self, call: Callable[[], Value]) -> tuple[Cost, Value]:
         """What a call does, and its result."""
@@ -147,11 +140,15 @@ class Repeats:
 
     def count(self, cost: Cost) -> None:
         """Count something that is not run again."""
+        self.mode.ledger.bump(cost.peak)
+        self._add(cost)
+
+    def _add(self, cost: Cost, times: int = 1) -> None:
+        """Add operations and bytes sent."""
         mode = self.mode
-        mode.ledger.bump(cost.peak)
-        mode.counts.flops[mode.phase] += cost.flops
+        mode.counts.flops[mode.phase] += times * cost.flops
         for name, size in cost.collectives.items():
-            mode.collectives_of_phase()[name] += size
+            mode.collectives_of_phase()[name] += times * size
 
 
 @dataclass(frozen=True)
@@ -173,11 +170,23 @@ def shape_of(tensor: Tensor) -> Shape:
     return Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
-def replaced(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Give an object another method; returns what undoes it."""
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Generator[None]:
+    """Within it an object has another method."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
-    return (lambda: delattr(owner, name)) if own is None else (lambda: setattr(owner, name, own))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def circumstances() -> Value:
+    """What the cost of a forward depends on besides its arguments."""
+    return torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND), torch.is_grad_enabled()
 
 
 def _key(owner: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
@@ -191,5 +200,4 @@ def _key(owner: int, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value
             parts.append(leaf)
         else:
             return None
-    casts = torch.is_autocast_enabled(PRETEND), torch.get_autocast_dtype(PRETEND)
-    return owner, str(spec), tuple(parts), casts, torch.is_grad_enabled()
+    return owner, str(spec), tuple(parts), circumstances()

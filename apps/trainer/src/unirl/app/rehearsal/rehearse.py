@@ -186,7 +186,9 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
             longest_texts(pipelines, repeats),
             Blocks(repeats).active(everything),
         ):
-            made_bytes = _labelled(mode, trainer.collector.collect(0).resp, is_kept=False)
+            first = trainer.collector.collect(0).resp
+            made_bytes = _labelled(mode, first)
+            first.release()
             mode.counts = Counts()
             if (evaluator := make_evaluator(share.run)) is not None:
                 with clock.phase("eval"):
@@ -197,7 +199,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
             rollout.release()
             chosen.map(_shortened, {track: work.num_trained for track, work in share.works.items()})
             chosen.refresh()
-            trained_bytes = _labelled(mode, chosen, is_kept=True)
+            trained_bytes = _labelled(mode, chosen)
             with clock.phase("train"):
                 _label(mode, backends)  # what has come back to the device for this phase
                 runtime.role("stack", StackRole).train(chosen, progress=0.0)
@@ -217,13 +219,11 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
     return _Step(made_bytes, trained_bytes, weights, counts, repeats.flops)
 
 
-def _labelled(mode: Rehearsal, resp: Held, *, is_kept: bool) -> int:
-    """Name the tensors of a response; returns the bytes that it holds on the device. is_kept: do not release it."""
+def _labelled(mode: Rehearsal, resp: Held) -> int:
+    """Name the tensors of a response; returns the bytes that it holds on the device."""
     tensors = [tensor for tensor in _tensors(resp.map(_itself)) if not has_values(tensor.device)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     mode.ledger.label(tensors, SAMPLES)
-    if not is_kept:
-        resp.release()
     return sum(storage.nbytes() for storage in storages.values())
 
 

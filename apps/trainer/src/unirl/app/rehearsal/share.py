@@ -162,19 +162,20 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
         per_prompt[stage.track] = above * stage.sampling.get("samples_per_prompt", 1)
     trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
     of_rank = run.batch_size * run.policy.ranks_per_sample / num_ranks
+    num_samples = {track: max(1, round(of_rank * num)) for track, num in per_prompt.items()}
     prompts = 1
     for stage in run.stages:
-        num_samples = round(of_rank * per_prompt[stage.track])
+        own = num_samples[stage.track]
         # Of several stages one prompt makes so much that forwards are full.
-        full = 1 if run.is_staged else min(num_samples, stage.engine.get("forward_batch_size") or 1)
-        wanted = max(min(trained[stage.track], num_samples), full)
+        full = 1 if run.is_staged else min(own, stage.engine.get("forward_batch_size") or 1)
+        wanted = max(min(trained[stage.track], own), full)
         prompts = max(prompts, -(-wanted // per_prompt[stage.track]))
     updates = math.lcm(*map(_num_updates, run.policies.values()))
     while prompts * per_prompt[run.stages[0].track] % updates:
         prompts += 1
     return prompts, {
         str(stage.track): Work(
-            num_samples=max(1, round(of_rank * per_prompt[stage.track])),
+            num_samples=num_samples[stage.track],
             num_made=prompts * per_prompt[stage.track],
             num_trained=min(trained[stage.track], prompts * per_prompt[stage.track]),
         )

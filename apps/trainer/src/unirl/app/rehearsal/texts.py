@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,16 +26,11 @@ FEW = 2
 @contextmanager
 def longest_texts(pipelines: Iterable[object], repeats: Repeats) -> Generator[None]:
     """Within it every completion has as many tokens as its parameters allow, the most that a rollout can hold."""
-    undo = [
-        replaced(pipeline, "generate", _generating(pipeline, repeats))
-        for pipeline in pipelines
-        if isinstance(pipeline, AutoregressivePipeline)
-    ]
-    try:
+    with ExitStack() as stack:
+        for pipeline in pipelines:
+            if isinstance(pipeline, AutoregressivePipeline):
+                stack.enter_context(replaced(pipeline, "generate", _generating(pipeline, repeats)))
         yield
-    finally:
-        for each in undo:
-            each()
 
 
 def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[..., TextSegment]:
