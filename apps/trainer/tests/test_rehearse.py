@@ -86,6 +86,13 @@ def test_texts_are_made_at_full_length() -> None:
     assert train > rollout
 
 
+def test_a_model_that_only_writes_makes_texts_of_full_length_too() -> None:
+    done = rehearse("worlds/phrases/both", "policies.writer.trains=false", "batch_size=2", "device=cuda")
+    assert done.returncode == 0, done.stderr
+    assert "every text of text has 12 tokens" in done.stdout
+    assert "text: 16 of 16 samples made, 0 trained on, image: " in done.stdout
+
+
 def _peaks(shown: str) -> dict[str, float]:
     """Bytes by phase."""
     units = {"MB": 1e6, "GB": 1e9}

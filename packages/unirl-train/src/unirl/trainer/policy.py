@@ -101,7 +101,10 @@ def build_part(part: Part, component: Component, offered: Mapping[str, object]) 
     return instantiate(part.node, **{name: offered[name] for name in names})
 
 
+def numbered(name: str, own: str, several: Collection[str]) -> str:
+    """Name of one of several components of a policy: `pipeline` if there is one, else `pipeline/<own>`."""
+    return name if len(several) == 1 else f"{name}/{own}"
+
+
 def _numbered(name: str, parts: Mapping[str, object]) -> dict[str, object]:
-    if len(parts) == 1:
-        return dict.fromkeys([name], next(iter(parts.values())))
-    return {f"{name}/{own}": part for own, part in parts.items()}
+    return {numbered(name, own, parts): part for own, part in parts.items()}

@@ -42,7 +42,7 @@ from unirl.train.optim import local_part
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.worker import build_components
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.policy import role_name
+from unirl.trainer.policy import numbered, role_name
 from unirl.trainer.roles import StackRole
 from unirl.types.batch import Batch
 from unirl.types.devices import has_values
@@ -178,11 +178,11 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         _label(mode, backends)
         clock.observer = observed
         modules = [module for bundle in bundles.values() for module in bundle.trainable_modules().values()]
-        pipelines = [pipeline for _, pipeline in _components(share.run, runtime, "pipeline")]
+        pipelines = _pipelines(share.run, runtime)
         everything = [module for bundle in bundles.values() for module in _all_modules(bundle)]
         repeats = Repeats(mode)
         with (
-            repeats.active(modules, dict(_components(share.run, runtime, "algorithm"))),
+            repeats.active(modules, _algorithms(share.run, runtime)),
             longest_texts(pipelines, repeats),
             Blocks(repeats).active(everything),
         ):
@@ -249,15 +249,23 @@ def _backends(run: ComposedRun, runtime: LocalRuntime) -> list[FSDPBackend]:
     return backends
 
 
-def _components(run: ComposedRun, runtime: LocalRuntime, kind: str) -> Iterator[tuple[str, Any]]:  # Any: by its role
-    """Pipelines or algorithms of the policies that train, by name: that of the track."""
-    for name, policy in run.policies.items():
-        own = policy.algorithms if kind == "algorithm" else policy.pipelines
-        for track in own:
-            yield (
-                track,
-                runtime.component(role_name(name, kind if len(own) == 1 else f"{kind}/{track}", run.all_policies)),
-            )
+def _algorithms(run: ComposedRun, runtime: LocalRuntime) -> dict[str, Any]:  # Any: by their roles
+    """The algorithms by the track that each trains."""
+    found: dict[str, Any] = {}
+    for policy in run.policies.values():
+        for track in policy.algorithms:
+            name = numbered("algorithm", track, policy.algorithms)
+            found[track] = runtime.component(role_name(policy.name, name, run.all_policies))
+    return found
+
+
+def _pipelines(run: ComposedRun, runtime: LocalRuntime) -> list[Any]:  # Any: as above
+    """The pipelines of all policies, those that only sample too."""
+    return [
+        runtime.component(role_name(policy.name, numbered("pipeline", own, policy.pipelines), run.all_policies))
+        for policy in run.all_policies.values()
+        for own in policy.pipelines
+    ]
 
 
 def _label_models(mode: Rehearsal, bundle: ModelBundle) -> None:
