@@ -111,6 +111,14 @@ def test_a_set_has_files_that_a_data_source_reads_and_says_where_it_is_from(name
 
 
 @pytest.mark.parametrize("name", SETS)
+def test_prompts_bring_the_media_that_their_set_names(name, made, generated):
+    folder = generated(name) if name in GENERATED else made(name)
+    for output in SETS[name].outputs:
+        for row in read_rows(folder / output.file):
+            assert {(each.modality, each.role) for each in row.media} == set(SETS[name].media)
+
+
+@pytest.mark.parametrize("name", SETS)
 def test_a_set_is_the_same_bytes_each_time(name, made, generated, tmp_path):
     first = generated(name) if name in GENERATED else made(name)
     given = None if name in GENERATED else tmp_path / f"{name}-published"

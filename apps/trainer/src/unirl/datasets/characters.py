@@ -16,7 +16,7 @@ from functools import cache
 from PIL import Image, ImageDraw
 
 from unirl.datasets.captioned import encoded
-from unirl.datasets.records import Medium, Picture, PromptSet, Row, generated
+from unirl.datasets.records import IMAGE, Medium, Picture, PromptSet, Row, generated
 from unirl.datasets.splitting import drawn, is_held_out
 
 WIDTH, HEIGHT = 832, 480
@@ -332,5 +332,6 @@ CHARACTERS = PromptSet(
     name="characters",
     what="a drawn person, and videos of the pose and of the face to follow",
     made="drawn people who move in eight ways; the pairs of person and motion to judge by are in no training row",
+    media=(IMAGE, ("video", "pose"), ("video", "face")),
     outputs=generated(rows, num_train=166, num_held_out=26),
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from PIL import Image, ImageDraw
 
 from unirl.datasets.captioned import CAPTIONED, SIDE, captioned_pictures, encoded, pick_a_pic
-from unirl.datasets.records import Files, Medium, PromptSet, Row, both_splits
+from unirl.datasets.records import IMAGE, Files, Medium, PromptSet, Row, both_splits
 from unirl.datasets.splitting import drawn, fraction_of
 
 HOLES_IN = ("box", "strokes", "border")
@@ -72,6 +72,7 @@ HOLES = PromptSet(
     name="holes",
     what="an image, a mask of what to fill, and the caption of the whole",
     made=f"the preferred image of each caption, {SIDE} x {SIDE}, and a box, strokes or a border; 10% held out",
+    media=(IMAGE, ("image", "mask")),
     sources=(pick_a_pic(CAPTIONED),),
     outputs=both_splits(_holes, suffix=".jsonl", reads=(CAPTIONED,)),
     takes_own=True,
@@ -80,6 +81,7 @@ EDGES = PromptSet(
     name="edges",
     what="the edges of an image, white on black, and its caption",
     made=f"Canny's edges of the preferred image of each caption, {SIDE} x {SIDE}; 10% held out by hash",
+    media=(IMAGE,),
     sources=(pick_a_pic(CAPTIONED),),
     outputs=both_splits(_edges, suffix=".jsonl", reads=(CAPTIONED,)),
     takes_own=True,

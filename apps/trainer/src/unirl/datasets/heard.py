@@ -91,5 +91,6 @@ HEARD = PromptSet(
     name="heard",
     what="a question with choices, and a recording of beeps to answer it by",
     made="beeps that are counted, and compared in pitch and length; recordings to judge by are in no training row",
+    media=(("audio", "condition"),),
     outputs=generated(rows, num_train=167, num_held_out=33),
 )

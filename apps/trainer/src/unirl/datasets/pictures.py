@@ -8,7 +8,7 @@ from typing import Any
 
 from unirl.datasets.hub import HubDataset
 from unirl.datasets.motion import CAMERAS
-from unirl.datasets.records import Files, Picture, PromptSet, PublishedFile, Row, both_splits
+from unirl.datasets.records import IMAGE, Files, Picture, PromptSet, PublishedFile, Row, both_splits
 from unirl.datasets.splitting import is_held_out, several_drawn
 from unirl.types.errors import DataError
 
@@ -75,6 +75,7 @@ IMAGE_EDIT = PromptSet(
     name="image_edit",
     what="an image and an instruction that changes it",
     made="instructions in English with their images, in a table; 15% of the images held out by hash",
+    media=(IMAGE,),
     sources=(REPOSITORY,),
     outputs=both_splits(_edits, suffix=".parquet", reads=(TABLES,)),
 )
@@ -82,6 +83,7 @@ PICTURE_MOTION = PromptSet(
     name="picture_motion",
     what="an image that a video begins with, and a motion of the camera",
     made=f"the images of image_edit, each with {MOTIONS_PER_PICTURE} motions by hash; 15% of the images held out",
+    media=(IMAGE,),
     sources=(REPOSITORY,),
     outputs=both_splits(_motions, suffix=".parquet", reads=(TABLES,)),
 )

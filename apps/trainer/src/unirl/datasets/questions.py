@@ -11,7 +11,7 @@ from typing import Any
 from unirl.datasets.github import GitHubRepository
 from unirl.datasets.hub import HubDataset
 from unirl.datasets.reading import require_columns
-from unirl.datasets.records import Files, Output, Picture, PromptSet, PublishedFile, Row
+from unirl.datasets.records import IMAGE, Files, Output, Picture, PromptSet, PublishedFile, Row
 from unirl.datasets.splitting import distinct
 from unirl.types.errors import DataError, as_sentence
 
@@ -142,6 +142,7 @@ GEO3K = PromptSet(
     name="geo3k",
     what="Geometry3K as multiple choice: a diagram, a question, four choices",
     made="text, diagram, choices and letter of each problem, in a table that holds the diagrams",
+    media=(IMAGE,),
     sources=(
         GitHubRepository(
             name="lupantech/InterGPS",

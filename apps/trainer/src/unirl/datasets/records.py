@@ -13,6 +13,8 @@ from unirl.datasets.reading import read_published
 from unirl.types.errors import DataError
 
 Row = Mapping[str, Any]  # Any: JSON values, `Picture` under "images" and Medium under "media"
+IMAGE = ("image", "condition")
+"""One image to look at or to change, in `PromptSet.media`."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError."""
 
@@ -189,6 +191,8 @@ class PromptSet:
     made: str
     """How its rows come about, for people."""
     outputs: tuple[Output, ...]
+    media: tuple[tuple[str, str], ...] = ()
+    """(modality, role) of what each prompt brings besides its text, see `unirl.data.media.SLOTS`."""
     sources: tuple[Repository, ...] = ()
     """Empty where the set is generated."""
     takes_own: bool = False

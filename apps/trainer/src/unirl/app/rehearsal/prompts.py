@@ -13,14 +13,6 @@ from PIL import Image
 from unirl.datasets.catalog import set_of
 
 TEXTS = [f"a picture of {number} red kites over a grey sea, seen from a small boat" for number in range(64)]
-_IMAGE = ("image", "condition")
-MEDIA: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("image_edit", "picture_motion", "edges", "geo3k"), (_IMAGE,)),
-    "holes": (_IMAGE, ("image", "mask")),
-    "characters": (_IMAGE, ("video", "pose"), ("video", "face")),
-    "heard": (("audio", "condition"),),
-}
-"""Set of `trainer data` -> (modality, role) of what its prompts bring besides their text."""
 IMAGE_SIZE = 1024
 """Height and width in pixels."""
 SOUND_RATE, SOUND_S = 16_000, 10
@@ -35,7 +27,7 @@ def write_prompts(data: Mapping[str, Any], folder: Path, num_frames: int) -> dic
     known = set_of(path)
     media = [
         {"modality": modality, "role": role, "uri": _write(modality, role, folder, num_frames)}
-        for modality, role in (() if known is None else MEDIA.get(known.name, ()))
+        for modality, role in (() if known is None else known.media)
     ]
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in _rows(media)), encoding="utf-8")
