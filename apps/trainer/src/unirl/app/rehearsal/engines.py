@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from unirl.app.rehearsal.categories import ACTIVATIONS, ENGINE
 from unirl.app.rehearsal.share import Share
@@ -13,22 +12,6 @@ from unirl.rehearsal.ledger import Peak
 from unirl.types.precision import dtype_named
 from unirl.types.recipe import Stage
 
-
-@dataclass(frozen=True)
-class _Reserve:
-    """A share of the device that an engine takes for weights, keys and values, and its computations."""
-
-    options: tuple[str, ...]
-    """Names of the option in `engine_args`."""
-    default: float
-    """What the engine chooses on a device of 80 GB."""
-
-
-RESERVES: Mapping[str, _Reserve] = {
-    "VLLMRolloutEngine": _Reserve(("gpu_memory_utilization",), 0.92),  # vLLM 0.32
-    "SGLangRolloutEngine": _Reserve(("mem-fraction-static", "mem_fraction_static"), 0.88),  # SGLang 0.5
-}
-"""Engines of texts, by class. Others hold the model, and compute as direct sampling does."""
 SAMPLING = ("rollout", "eval")
 """Phases in which engines sample."""
 
@@ -61,21 +44,22 @@ def with_engines(
 
 def _held_bytes(stage: Stage, num_weights: int, device_bytes: float) -> int:
     """Bytes of each device that an engine keeps."""
-    engine, reserve = stage.engine, RESERVES.get(stage.engine.name)
+    engine = stage.engine
     own = num_weights * dtype_named(engine.get("dtype", "bf16"), f"{engine.at}.dtype").itemsize
     own //= engine.get("num_devices") or 1
-    if reserve is None:
+    if _computes_as_direct(stage):
         return own
     if cache := engine.get("kv_cache_bytes"):
         return own + int(cache)
     options = engine.get("engine_args") or {}
-    chosen = next((options[name] for name in reserve.options if name in options), reserve.default)
+    named = [options[name] for name in engine.ability("share_options") if name in options]
+    chosen = named[0] if named else engine.ability("device_share")
     return round(float(chosen) * device_bytes)
 
 
 def _computes_as_direct(stage: Stage) -> bool:
     """True if what a forward takes is that of direct sampling, in addition to what the engine keeps."""
-    return stage.engine.name not in RESERVES
+    return stage.engine.ability("device_share") is None
 
 
 def _with(peak: Peak, category: str, num_bytes: int) -> Peak:

@@ -44,6 +44,11 @@ class BaseRolloutEngine(ABC):
     has_own_weights: ClassVar[bool] = False
     """True if it samples with a copy of the weights, which receives pushes of the policy (WeightReceiver of
     unirl.types.protocols.engines). The recipe then needs a `sync` section."""
+    device_share: ClassVar[float | None] = None
+    """Share of a device that it reserves for weights, keys and values and its computations, if `share_options` do not
+    say otherwise; None if it takes what it needs."""
+    share_options: ClassVar[tuple[str, ...]] = ()
+    """Names of that option in `engine_args`."""
     adapter_option: ClassVar[str | None] = None
     """Constructor keyword that chooses pushes of adapters instead of whole weights; None if both are accepted at any
     time."""

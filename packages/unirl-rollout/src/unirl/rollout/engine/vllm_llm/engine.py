@@ -47,6 +47,8 @@ class VLLMRolloutEngine(ServedTextEngine):
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_llm.server"
     environment: ClassVar[str] = "environments/vllm-cpu"
+    device_share: ClassVar[float | None] = 0.92  # of vLLM 0.32
+    share_options: ClassVar[tuple[str, ...]] = ("gpu_memory_utilization",)
     versions: ClassVar[tuple[str, ...]] = (VLLM.version,)
     owned_options: ClassVar[frozenset[str]] = frozenset(
         {"model", "worker_extension_cls", "logprobs_mode", "stream_interval", "dtype", "max_model_len", "enable_lora"}
