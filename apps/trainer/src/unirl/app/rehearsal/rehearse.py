@@ -24,7 +24,7 @@ from unirl.app.rehearsal.categories import (
     SAMPLES,
     TEXT_ENCODERS,
 )
-from unirl.app.rehearsal.engines import with_engines
+from unirl.app.rehearsal.engines import SAMPLING, with_engines
 from unirl.app.rehearsal.share import Share, Work, share_of
 from unirl.app.rehearsal.texts import longest_texts
 from unirl.config.runs import ComposedRun
@@ -122,7 +122,7 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
         collectives={
             phase: dict(found)
             for phase, found in step.counts.collectives.items()
-            if phase != "rollout" or len(share.apart) < len(share.run.stages)
+            if phase not in SAMPLING or len(share.apart) < len(share.run.stages)
         },
         reads=dict(step.counts.reads),
         cpu_s=time.process_time() - began,
