@@ -69,6 +69,12 @@ UNPICKLES: dict[str, tuple[str, ...]] = {
 Ray pickles too; its homes are above."""
 
 
+DEVICES = re.compile(r"(?<![\w-])(cuda|npu|xpu|mps)(?![\w-])|CUDA_VISIBLE_DEVICES")
+"""Names of kinds of devices in strings; in code, the attributes that torch has for one kind alone."""
+DEVICE_ATTRIBUTES = frozenset({"cuda", "npu", "xpu", "mps", "is_cuda", "is_npu", "is_xpu", "is_mps"})
+DEVICE_HOME = "unirl.types.device_kinds"
+
+
 @dataclass(frozen=True)
 class Module:
     """One source file of a workspace package."""
@@ -151,6 +157,30 @@ def unpickling(root: Path) -> list[str]:
             if isinstance(node, ast.Call) and (reason := _unpickling_call(node)):
                 found.append(f"{where}:{node.lineno}: {reason}")
     return sorted(set(found))
+
+
+def named_devices(root: Path) -> list[str]:
+    """Code that names a kind of device, outside the one module that knows them; docstrings may."""
+    found = []
+    for path in sorted(_device_code(root)):
+        tree, nodes = parsed(path, path.read_text(encoding="utf-8"))
+        texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts
+            if (is_text and DEVICES.search(str(node.value))) or (
+                isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES
+            ):
+                found.append(
+                    f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)[:60]} names a kind of device; ask "
+                    f"{DEVICE_HOME} or unirl.types.devices"
+                )
+    return found
+
+
+def _device_code(root: Path) -> Iterator[Path]:
+    """Modules, and the scripts that measure."""
+    yield from (module.path for module in modules(root) if module.name != DEVICE_HOME)
+    yield from root.glob("apps/*/bench/*.py")
 
 
 def _unpickling_call(node: ast.Call) -> str | None:

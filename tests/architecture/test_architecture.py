@@ -66,6 +66,10 @@ def test_nothing_unpickles_what_a_file_or_a_wire_brings():
     none_of(rules.unpickling(ROOT))
 
 
+def test_one_module_knows_the_kinds_of_devices():
+    none_of(rules.named_devices(ROOT))
+
+
 def test_bounds_contain_the_versions_of_the_workspace():
     none_of(rules.wrong_bounds(ROOT))
 
@@ -259,6 +263,27 @@ def test_a_read_of_the_environment_is_found(tmp_path, source, count):
 )
 def test_what_unpickles_is_found(tmp_path, source, count):
     assert len(rules.unpickling(plant(tmp_path, package("train", "train/a.py", source)))) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", 1),
+        ("def f(x):\n    return x.is_cuda or x.cuda()", 2),
+        ("d = 'cuda'", 1),
+        ("d = f'cuda:{0}'", 1),
+        ("d = 'set device: npu'\nv = 'CUDA_VISIBLE_DEVICES'", 2),
+        ('"""On "cuda" only."""\no = "disable-cuda-graph"\nimport torch\ntorch.accelerator.synchronize()', 0),
+    ],
+)
+def test_a_name_of_a_kind_of_device_is_found(tmp_path, source, count):
+    assert len(rules.named_devices(plant(tmp_path, package("train", "train/a.py", source)))) == count
+    (tmp_path / "app" / "apps" / "trainer" / "bench").mkdir(parents=True)
+    script = tmp_path / "app" / "apps" / "trainer" / "bench" / "a.py"
+    script.write_text(source)
+    assert len(rules.named_devices(tmp_path / "app")) == count
+    home = plant(tmp_path / "home", package("types", "types/device_kinds.py", source))
+    assert rules.named_devices(home) == []
 
 
 def test_what_unpickles_has_a_home(tmp_path):

@@ -259,6 +259,7 @@ def test_replicas_run_in_the_environment_that_their_reward_asks_for(monkeypatch)
     assert worker_command(reward(packages=["y"]))[:2] == ["/opt/tools/uv", "run"]
     environment = worker_environment(reward(num_cpus=3), ["2", "5"])
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("2,5", "3")
+    assert environment["ASCEND_RT_VISIBLE_DEVICES"] == environment["ZE_AFFINITY_MASK"] == "2,5"
     assert "REWARD_SERVER_TOKEN" not in environment
 
 

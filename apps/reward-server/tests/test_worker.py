@@ -5,7 +5,9 @@ import threading
 import torch
 
 from unirl.reward.base import LocalScorer
+from unirl.reward_server import worker
 from unirl.reward_server.worker import Judge, prepared
+from unirl.types.device_kinds import ACCELERATOR, KINDS
 
 from .fakes import sample
 
@@ -44,3 +46,20 @@ def test_a_keyword_that_a_base_does_not_take_is_final():
     judge, told = prepared(start)
     assert judge is None and told["is_final"] and told["kind"] == "ConfigError"
     assert told["text"].startswith(f"scorer {target}: ") and "unexpected keyword argument 'soft_wait'" in told["text"]
+
+
+def test_a_scorer_with_gpus_gets_the_accelerator_of_its_machine(monkeypatch):
+    target = "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"
+    start = {"name": "a", "target": target, "params": {}, "num_cpus": 1, "max_concurrency": 1, "warm_up": False}
+    placed = []
+    monkeypatch.setattr(worker, "built", lambda target, params, device: placed.append(device) or Fragile(name="a"))
+    monkeypatch.setattr(worker, "accelerator", lambda: None)
+    judge, told = prepared({**start, "device": ACCELERATOR})
+    assert judge is None and told["is_final"]
+    assert told["text"] == (
+        "torch finds no accelerator here. Mend its driver or torch, or set num_gpus: 0 for the CPU."
+    )
+    monkeypatch.setattr(worker, "accelerator", lambda: KINDS["npu"])
+    for device in (ACCELERATOR, "cpu"):
+        assert prepared({**start, "device": device})[0] is not None
+    assert placed == ["npu", "cpu"]

@@ -1,14 +1,15 @@
 """Measures weight pushes to an engine with a copy of the model on this machine, and prints Markdown.
 
     uv run python apps/trainer/bench/pushes.py [--megabytes 168] [--repeats 5]
-        [--transports ray files ipc nccl] [--device cuda]
+        [--transports ray files ipc nccl] [--device auto]
 
 A model of linear layers in float32 trains here; the engine is in this process ("beside"), and then in a worker of Ray,
 to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
 checksums of both sides, transfer, and loading. "Changed" pushes after a tenth of the tensors have changed, and only
 they travel; "elements" after a fiftieth of the elements of each tensor has. The copy is one of the same bytes in
-memory, "checksums" are those of one side, blake2b is what they were before. With `--device cuda` both sides keep their
-weights on one GPU. Everything takes turns, so that a busy machine is busy for all; figures are medians.
+memory, "checksums" are those of one side, blake2b is what they were before. With an accelerator
+(`--device auto`) both sides keep their weights on it. Everything takes turns, so that a busy machine is busy for all;
+figures are medians.
 """
 
 # ruff: noqa: INP001 - a script, no package
@@ -31,6 +32,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import torch
 from torch import Tensor, nn
 
+from unirl.app.environment import device_here
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.weight_sync.full import FullWeightSync
@@ -40,6 +42,8 @@ from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.types.conditions import PromptCondition
+from unirl.types.device_kinds import CPU, KINDS
+from unirl.types.devices import in_use
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -150,8 +154,8 @@ def seconds(work: Callable[[], object]) -> float:
     """Wall time of a call, and of what it leaves a GPU to do."""
     begin = time.perf_counter()
     work()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if in_use() is not None:
+        torch.accelerator.synchronize()
     return time.perf_counter() - begin
 
 
@@ -167,8 +171,10 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=float, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transports", nargs="*", default=["ray", "files", "ipc", "nccl"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default=CPU, choices=["auto", *KINDS])
     options = parser.parse_args()
+    if options.device == "auto":
+        options.device = device_here()
     torch.set_num_threads(1)
     trainer = Trainer(options.megabytes, options.device)
     bucket_bytes = int(options.bucket_megabytes * 1e6)

@@ -21,6 +21,7 @@ import diffusers
 import torch
 import transformers
 
+from unirl.app.environment import device_here
 from unirl.models.releases.configurations import settings_of
 from unirl.models.tiny.text import byte_tokenizer
 
@@ -201,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*PIPELINES, *TEXT_MODELS])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=device_here())
     given = parser.parse_args()
     write_checkpoint(given.name, given.folder, given.device)
 

@@ -30,6 +30,8 @@ from unirl.reward.catalog import CATALOG
 from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import commands
 from unirl.trainer.held_out import EvaluationResult
+from unirl.types import devices
+from unirl.types.device_kinds import KINDS
 from unirl.types.errors import ConfigError, ContractError, TrainingError
 from unirl.types.samples import Image, SampleRecord
 from unirl.types.weights import LostUpdate
@@ -491,12 +493,52 @@ def test_a_run_without_an_evaluation_suggests_none():
     assert "trainer eval" not in next_steps(SUMMARY, After(evaluates=False))
 
 
-def test_gpus_are_counted_without_torch(tmp_path):
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+@pytest.mark.parametrize(
+    ("files", "variable"),
+    [("nvidia", "CUDA_VISIBLE_DEVICES"), ("davinci", "ASCEND_RT_VISIBLE_DEVICES")],
+)
+def test_accelerators_are_counted_without_torch(tmp_path, files, variable):
+    for name in (f"{files}0", f"{files}1", f"{files}ctl", "null"):
         (tmp_path / name).touch()
-    assert environment._num_gpus(None, tmp_path) == 2
-    assert environment._num_gpus("1", tmp_path) == 1
-    assert environment._num_gpus("", tmp_path) == environment._num_gpus("-1", tmp_path) == 0
+    assert environment._counted({}, tmp_path) == 2
+    assert environment._counted({variable: "1"}, tmp_path) == 1
+    assert environment._counted({variable: ""}, tmp_path) == environment._counted({variable: "-1"}, tmp_path) == 0
+    assert environment._counted({"OTHER": "1"}, tmp_path) == 2
+
+
+def test_accelerators_without_files_of_their_own_are_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "null").touch()
+    assert environment._counted({}, tmp_path) == 0
+    (tmp_path / "kfd").touch()
+    assert environment._counted({}, tmp_path) is None
+    monkeypatch.setattr(environment, "_DEV", tmp_path)
+    monkeypatch.setattr(devices, "accelerator", lambda: KINDS["cuda"])
+    monkeypatch.setattr(devices, "num_devices", {"cuda": 3}.__getitem__)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert environment.this_machine().num_gpus == 3 and environment.device_here() == "cuda"
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    assert environment.this_machine().num_gpus == 0 and environment.device_here() == "cpu"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert environment.device_here() == "cuda"
+
+
+@pytest.mark.parametrize("name", ["npu", "xpu", "mps"])
+def test_auto_is_whatever_accelerator_torch_finds(tmp_path, monkeypatch, name):
+    (tmp_path / "dri").touch()
+    monkeypatch.setattr(environment, "_DEV", tmp_path)
+    monkeypatch.setattr(devices, "accelerator", lambda: KINDS[name])
+    monkeypatch.setattr(devices, "num_devices", lambda device: 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = recipe.composed(Command("check", "worlds/shapes/nft", ("device=auto",)))
+    assert recipe.settled(config)["device"] == name
+
+
+def test_a_device_that_torch_does_not_have_is_refused_before_a_model_loads(monkeypatch):
+    many = environment.Machine(8, 8)
+    monkeypatch.setattr(recipe, "this_machine", lambda: many)
+    config = recipe.composed(Command("check", "worlds/shapes/nft", ("device=npu",)))
+    with pytest.raises(ConfigError, match=r"device: npu \(Ascend NPU\) is not here: torch .* and torch_npu, installed"):
+        recipe.checked(config)
 
 
 def test_a_cluster_is_not_judged_by_this_machine(monkeypatch):

@@ -141,7 +141,7 @@ MISTAKES = [
     ({"num_rollouts": "many"}, "num_rollouts = 'many' must be an integer"),
     ({"num_devices": True}, "num_devices = True must be an integer"),
     ({"runtime": "rya"}, "runtime = 'rya' must be one of 'local', 'ray'"),
-    ({"device": "gpu"}, "device = 'gpu' must be one of 'auto', 'cpu', 'cuda'"),
+    ({"device": "gpu"}, "device = 'gpu' must be one of 'auto', 'cpu', 'cuda', 'npu', 'xpu', 'mps'"),
     ({"stack": 3}, "stack = 3 must be a mapping"),
     ({"save.intervall": 3}, "save.intervall: unknown key. Did you mean interval?"),
     ({"save.interval": -1}, "save.interval = -1 must be at least 0"),

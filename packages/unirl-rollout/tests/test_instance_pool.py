@@ -215,13 +215,14 @@ def test_an_instance_that_samples_otherwise_is_refused(tmp_path):
 
 
 def test_gpus_are_dealt_to_the_instances():
-    assert dealt_gpus(True, 2, 1, None) == [{}, {}]
-    assert dealt_gpus(False, 1, 2, None) == [{}]  # all that this process sees
-    names = [each["CUDA_VISIBLE_DEVICES"] for each in dealt_gpus(False, 2, 2, [4, 5, 7, 6])]
+    assert dealt_gpus("cpu", 2, 1, None) == [{}, {}]
+    assert dealt_gpus("npu", 2, 1, [1, 0]) == [{"ASCEND_RT_VISIBLE_DEVICES": "1"}, {"ASCEND_RT_VISIBLE_DEVICES": "0"}]
+    assert dealt_gpus("cuda", 1, 2, None) == [{}]  # all that this process sees
+    names = [each["CUDA_VISIBLE_DEVICES"] for each in dealt_gpus("cuda", 2, 2, [4, 5, 7, 6])]
     assert names == ["4,5", "7,6"]
     with pytest.raises(ConfigError, match=r"3 \* 2 = 6 GPUs are needed, engine.gpus = None. Name as many GPUs"):
-        dealt_gpus(False, 3, 2, None)
+        dealt_gpus("cuda", 3, 2, None)
     with pytest.raises(ConfigError, match=r"2 \* 1 = 2 GPUs are needed, engine.gpus = \[0, 1, 2\]"):
-        dealt_gpus(False, 2, 1, [0, 1, 2])
+        dealt_gpus("cuda", 2, 1, [0, 1, 2])
     with pytest.raises(ConfigError, match=r"engine.gpus = \[0\] does nothing on a CPU"):
-        dealt_gpus(True, 1, 1, [0])
+        dealt_gpus("cpu", 1, 1, [0])

@@ -1,19 +1,24 @@
 """Nodes of a cluster as a pool of devices, without processes: a fake stands for Ray."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unirl.distributed.group import device_pool
-from unirl.distributed.group.device_pool import DevicePool
+from unirl.distributed.group.device_pool import DevicePool, reserved
+from unirl.types.device_kinds import KINDS
 from unirl.types.errors import ConfigError, WorkerError
 
 
 class FakeRay:
     """A cluster whose nodes come and go by the calls of `nodes`: one list of names per call, the last one for good."""
 
-    def __init__(self, *alive: str, cores: int = 2, is_granted: bool = True) -> None:
+    def __init__(
+        self, *alive: str, cores: int = 2, is_granted: bool = True, others: Mapping[str, float] | None = None
+    ) -> None:
+        self.others = dict(others or {})
         self.alive = list(alive)
         self.cores = cores
         self.is_granted = is_granted
@@ -34,13 +39,13 @@ class FakeRay:
                 "NodeID": f"id-{name}",
                 "NodeManagerAddress": f"10.0.0.{name}",
                 "Alive": True,
-                "Resources": {"CPU": self.cores},
+                "Resources": {"CPU": self.cores, **self.others},
             }
             for name in names
         ]
 
     def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": float(self.cores)}
+        return {"CPU": float(self.cores), **self.others}
 
     def available_resources(self) -> dict[str, float]:
         return {"CPU": 0.0}
@@ -77,6 +82,30 @@ def test_every_node_gets_its_devices_and_this_one_comes_first(pool_on) -> None:
     assert block.places[0].group is not block.places[1].group
     pool.close()
     assert ray.num_removed == 2
+
+
+@pytest.mark.parametrize(("device", "resource"), [("cuda", "GPU"), ("xpu", "GPU"), ("npu", "NPU")])
+def test_accelerators_are_reserved_by_the_name_that_ray_has_for_them(pool_on, device, resource) -> None:
+    ray = FakeRay("ab", others={resource: 2.0})
+    pool_on(ray, device=device)
+    assert [group["bundles"] for group in ray.asked] == [[{"CPU": 1.0, resource: 1.0}] * 2] * 2
+    with pytest.raises(ConfigError, match=rf"num_devices asks for 4 {resource}s; the Ray cluster has 2\. Lower"):
+        pool_on(FakeRay("a", cores=8, others={resource: 2.0}), device=device, num_nodes=1)
+
+
+def test_options_of_a_worker_name_its_part_of_a_device() -> None:
+    asked = {name: reserved(KINDS[name], 0.5) for name in ("cpu", "cuda", "xpu", "npu")}
+    assert asked == {
+        "cpu": {},
+        "cuda": {"num_gpus": 0.5},
+        "xpu": {"num_gpus": 0.5},
+        "npu": {"resources": {"NPU": 0.5}},
+    }
+
+
+def test_a_device_that_ray_cannot_reserve_is_refused(pool_on) -> None:
+    with pytest.raises(ConfigError, match=r"device: mps \(Apple GPU\) has no Ray resource. Set runtime: local"):
+        pool_on(FakeRay("ab"), device="mps")
 
 
 def test_blocks_that_are_asked_for_together_share_devices(pool_on) -> None:

@@ -11,7 +11,8 @@ from unirl.types.errors import ConfigError
 def placed(rewards: Sequence[RewardSettings], gpus: Sequence[str]) -> dict[str, list[list[str]]]:
     """For every reward the GPUs of each of its replicas.
 
-    gpus: names as CUDA_VISIBLE_DEVICES takes them. Whole GPUs are given first, so that fractions do not block them.
+    gpus: names as environment variables such as CUDA_VISIBLE_DEVICES take them. Whole GPUs are given first, so that
+    fractions do not block them.
     Raises ConfigError naming the reward that does not fit.
     """
     room = dict.fromkeys(gpus, 1.0)

@@ -22,6 +22,7 @@ from unirl.reward_server.app import CONNECTION_OPTIONS, RewardServer
 from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import keep_freed_memory
 from unirl.reward_server.settings import ServerSettings, Settings, read_settings
+from unirl.types.device_kinds import KINDS
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -126,15 +127,16 @@ def _ray_replica() -> ModuleType:
 
 
 def visible_gpus(settings: Settings) -> list[str]:
-    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them. Empty where no reward asks for one."""
+    """Accelerators of this process, as the environment names them. Empty where no reward asks for one."""
     if not any(reward.num_gpus for reward in settings.rewards):
         return []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip()]
-    import torch  # here alone: a server of CPU scorers does not ask the driver
+    for kind in KINDS.values():
+        if (listed := os.environ.get(kind.visible or "")) is not None:
+            return [name.strip() for name in listed.split(",") if name.strip()]
+    from unirl.types.devices import accelerator, num_devices  # a server of CPU scorers does not load torch
 
-    return [str(i) for i in range(torch.cuda.device_count())]
+    kind = accelerator()
+    return [] if kind is None else [str(i) for i in range(num_devices(kind.name))]
 
 
 def _stop(stop: asyncio.Event) -> None:

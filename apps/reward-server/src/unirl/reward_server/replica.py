@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from unirl.reward.wire import WireSample, encode_binary
 from unirl.reward_server.frames import Frame, read_frame, write_frame
 from unirl.reward_server.settings import RewardSettings
+from unirl.types.device_kinds import ACCELERATOR, CPU, KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def told_to_worker(settings: RewardSettings) -> dict[str, Any]:  # Any: JSON val
         "name": settings.name,
         "target": settings.target,
         "params": dict(settings.params),
-        "device": "cuda" if settings.num_gpus else "cpu",
+        "device": ACCELERATOR if settings.num_gpus else CPU,
         "num_cpus": settings.num_cpus,
         "max_concurrency": settings.max_concurrency,
         "warm_up": settings.warm_up,
@@ -221,7 +222,9 @@ def worker_environment(settings: RewardSettings, gpus: Sequence[str]) -> dict[st
     """This process' environment without its token, with the replica's own GPUs and threads."""
     threads = str(max(1, int(settings.num_cpus)))
     kept = {key: value for key, value in os.environ.items() if key != "REWARD_SERVER_TOKEN"}
-    return kept | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    # Of every kind: which one this machine has, only torch knows, which the server need not load.
+    visible = {kind.visible: ",".join(gpus) for kind in KINDS.values() if kind.visible is not None}
+    return kept | visible | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 def _has_number(stream: Any) -> bool:  # Any: tests replace stderr by objects without a file

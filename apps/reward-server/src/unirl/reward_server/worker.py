@@ -31,6 +31,8 @@ from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import give_back_memory, keep_freed_memory
+from unirl.types.device_kinds import ACCELERATOR
+from unirl.types.devices import accelerator
 from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.protocols.rewards import Scorer
@@ -84,7 +86,8 @@ def prepared(start: Mapping[str, Any]) -> tuple[Judge | None, dict[str, Any]]:  
     keep_freed_memory()
     try:
         torch.set_num_threads(max(1, int(start["num_cpus"])))
-        judge = Judge(start["name"], built(start["target"], start["params"], start["device"]))
+        device = _accelerator() if start["device"] == ACCELERATOR else start["device"]
+        judge = Judge(start["name"], built(start["target"], start["params"], device))
         if start["warm_up"]:
             judge.warm_up()
     except Exception as error:  # whatever a scorer's constructor raises is the server's to report
@@ -92,6 +95,14 @@ def prepared(start: Mapping[str, Any]) -> tuple[Judge | None, dict[str, Any]]:  
         is_final = isinstance(error, (ConfigError, ImportError))
         return None, {"kind": type(error).__name__, "text": str(error), "is_final": is_final}
     return judge, judge.card()
+
+
+def _accelerator() -> str:
+    """The device of a scorer with GPUs. Raises ConfigError if torch finds none here."""
+    kind = accelerator()
+    if kind is None:
+        raise ConfigError("torch finds no accelerator here. Mend its driver or torch, or set num_gpus: 0 for the CPU.")
+    return kind.name
 
 
 def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a configuration file

@@ -31,6 +31,7 @@ from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.launch import make_runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.versions import versions
+from unirl.types.devices import device_name, is_accelerator
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import Conditions, DiffusionPipeline
@@ -218,7 +219,7 @@ def _seconds(work: Callable[[], None], meter: Meter) -> float:
 
 def _compute_dtype(recipe: Mapping[str, Any]) -> torch.dtype:
     """What the model's products are computed in, as far as the recipe says; float32 on a CPU, which emulates others."""
-    if recipe["device"] == "cpu":
+    if not is_accelerator(recipe["device"]):
         return torch.float32
     return dtype_named(recipe["sampling"].get("autocast_precision") or recipe["bundle"].get("dtype", "fp32"), "dtype")
 
@@ -300,7 +301,7 @@ def _report(
             "processor": _processor(),
             "threads": torch.get_num_threads(),
             "device": recipe["device"],
-            "gpu": torch.cuda.get_device_name() if torch.device(recipe["device"]).type == "cuda" else None,
+            "gpu": device_name(recipe["device"]),
         },
         "geometry": {
             "prompts": recipe["batch_size"],

@@ -9,17 +9,21 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from omegaconf import OmegaConf
 
 from unirl.config.placement import devices_between
 from unirl.datasets.catalog import command_for
+from unirl.types.device_kinds import CPU, KINDS, USUAL, kind_of
 from unirl.types.recipe import Machine
 
 WORLDS = ("shapes", "arithmetic", "moves")
 """Packages with a small model and their own data."""
-_GPU_DEVICE = re.compile(r"nvidia\d+")
+_UNCOUNTED = ("kfd", "dri")
+"""Entries of /dev where a GPU may be that only its driver counts: of AMD, and of Intel and others."""
 
 
 def prepare_process() -> None:
@@ -41,9 +45,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 def settle_on_cpu(device: str) -> None:
     """For a run on the CPU: one thread, because small models are slower on several and results depend on the number;
     and freed memory stays with the process."""
-    if device == "cpu":
+    if not kind_of(device).is_accelerator:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+        if (torch := sys.modules.get("torch")) is not None:  # `device_here` may have asked it
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         keep_freed_memory()
 
 
@@ -62,11 +68,19 @@ def keep_freed_memory() -> None:
 
 
 def this_machine() -> Machine:
-    """Cores and GPUs here; without limit where the run joins a cluster, whose devices Ray knows (RAY_ADDRESS)."""
+    """Cores and accelerators here; without limit if the run joins a cluster, whose devices Ray knows (RAY_ADDRESS)."""
     if cluster_address():
         return Machine(sys.maxsize, sys.maxsize, command_for)
-    num_gpus = _num_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), Path("/dev"))
+    counted = _counted(os.environ, _DEV)
+    num_gpus = _asked()[1] if counted is None else counted
     return Machine(len(os.sched_getaffinity(0)), num_gpus, command_for)
+
+
+def device_here() -> str:
+    """What `device: auto` stands for: the accelerator that torch finds, else the CPU; of a cluster elsewhere
+    (RAY_ADDRESS) the usual one, if this machine has none. Imports torch where there may be an accelerator."""
+    name = CPU if _counted(os.environ, _DEV) == 0 else _asked()[0]
+    return USUAL if name == CPU and cluster_address() else name
 
 
 def named_interpreters() -> list[str]:
@@ -79,12 +93,32 @@ def cluster_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def _num_gpus(visible: str | None, devices: Path) -> int:
-    present = sum(1 for entry in devices.iterdir() if _GPU_DEVICE.fullmatch(entry.name))
-    if visible is None:
-        return present
-    named = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return min(present, len(named))
+_DEV = Path("/dev")
+
+
+def _counted(environment: Mapping[str, str], devices: Path) -> int | None:
+    """Number of accelerators by their files, less those that the environment hides; None where only torch knows."""
+    names = [entry.name for entry in devices.iterdir()] if sys.platform == "linux" else []
+    for kind in KINDS.values():
+        present = 0 if kind.files is None else sum(1 for name in names if re.fullmatch(kind.files, name))
+        if present:
+            visible = environment.get(kind.visible or "")
+            named = [] if visible is None else [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+            return present if visible is None else min(present, len(named))
+    return None if sys.platform != "linux" or set(_UNCOUNTED) & set(names) else 0
+
+
+def _asked() -> tuple[str, int]:
+    """Device that torch finds, and their number; the CPU, and 0, where it finds none."""
+    kind = torch_devices().accelerator()
+    return (CPU, 0) if kind is None else (kind.name, torch_devices().num_devices(kind.name))
+
+
+def torch_devices() -> ModuleType:
+    """`unirl.types.devices`, which loads torch: commands that compute nothing start without it."""
+    from unirl.types import devices
+
+    return devices
 
 
 def register_resolvers() -> None:

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 
+from unirl.types.device_kinds import kind_of
+from unirl.types.devices import is_accelerator
+
 Shape = tuple[int, int, int]
 
 
@@ -66,8 +69,8 @@ class CPUMeter:
         spent.seconds = time.process_time() - started
 
 
-class CUDAMeter:
-    """Seconds between two events on the current stream, so gaps in which the GPU waits for the host count."""
+class AcceleratorMeter:
+    """Seconds between two events on the current stream, so gaps in which the device waits for the host count."""
 
     gemm_shapes = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 4096))
     gemm_flops = 1e13
@@ -77,23 +80,26 @@ class CUDAMeter:
 
     @contextmanager
     def measuring(self) -> Generator[Spent]:
-        """See `Meter`. The peak is of PyTorch's allocator and counts what was allocated before."""
+        """See `Meter`. The peak is of PyTorch's allocator and counts what was allocated before; None where the device
+        does not tell."""
         spent = Spent()
-        with torch.cuda.device(self.device):
-            torch.cuda.reset_peak_memory_stats()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.accelerator.device_index(self.device.index):
+            counts = kind_of(self.device.type).counts_memory
+            if counts:
+                torch.accelerator.reset_peak_memory_stats()
+            begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
             begin.record()
             yield spent
             end.record()
             end.synchronize()
             spent.seconds = begin.elapsed_time(end) / 1e3
-            spent.peak_bytes = torch.cuda.max_memory_allocated()
+            spent.peak_bytes = torch.accelerator.max_memory_allocated() if counts else None
 
 
 def meter_of(device: str) -> Meter:
-    """The meter of a device as recipes name it: "cpu", "cuda" or "cuda:0"."""
+    """The meter of a device as recipes name it."""
     place = torch.device(device)
-    return CUDAMeter(place) if place.type == "cuda" else CPUMeter()
+    return AcceleratorMeter(place) if is_accelerator(place) else CPUMeter()
 
 
 def gemm_rate(meter: Meter, dtype: torch.dtype, repeats: int = 5) -> float:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from unirl.app.command_line import Command
 from unirl.app.environment import (
     cluster_address,
+    device_here,
     named_interpreters,
     register_resolvers,
     settle_on_cpu,
     this_machine,
+    torch_devices,
 )
 from unirl.app.run_directory import CONFIG_FILE
 from unirl.config.check import build_values, check_recipe, exported
@@ -58,7 +60,7 @@ def settled(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     The address is not kept with a run, which may continue on another cluster.
     """
     if config.get("device") == "auto":
-        config.device = "cuda" if this_machine().num_gpus > 0 else "cpu"
+        config.device = device_here()
     recipe = resolve(config)
     cluster, address = recipe.get("cluster"), cluster_address()
     if isinstance(cluster, dict) and cluster.get("address") == "auto" and address is not None:
@@ -83,6 +85,8 @@ def checked(
         )
     run = check_recipe(recipe, this_machine(), asks_teachers=asks_teachers, is_exported=is_exported)
     settle_on_cpu(run.device)
+    if run.file.cluster.address in ("auto", "local"):
+        torch_devices().require_device(run.device)
     delay_loading_bars(QUICK_LOAD_S)
     build_values(run)
     return run

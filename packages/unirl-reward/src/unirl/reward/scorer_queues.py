@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from unirl.reward.base import LocalScorer
+from unirl.types.devices import current_stream, on_stream
 from unirl.types.errors import ContractError
 from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -43,7 +44,7 @@ class Job:
 
     request: RewardRequest | None
     """None once scored, so that the media can go."""
-    stream: torch.cuda.Stream | None
+    stream: torch.Stream | None
     """Where the media are computed: scoring follows it."""
     num_samples: int
     submitted_s: float
@@ -81,8 +82,7 @@ class ScorerQueue:
 
     def submit(self, request: RewardRequest, since_s: float) -> Job:
         """Queue a request whose first samples came at `since_s`. Raises ContractError on a closed queue."""
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        job = Job(request, stream, len(request.sample_ids), since_s)
+        job = Job(request, current_stream(), len(request.sample_ids), since_s)
         with self._lock:
             if self._is_closed:
                 raise ContractError(f"the reward service is closed; scorer {self.name} takes no more samples")
@@ -118,7 +118,7 @@ class ScorerQueue:
         job.started_s = time.perf_counter()
         try:
             if request is not None and job.answer.set_running_or_notify_cancel():
-                with torch.cuda.stream(job.stream):
+                with on_stream(job.stream):
                     result = self._ask(request)
                 job.finished_s = time.perf_counter()
                 job.answer.set_result(result)

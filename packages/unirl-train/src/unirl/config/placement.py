@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import Cluster, Recipe
+from unirl.types.device_kinds import kind_of, lacks
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Messages, Part, Stage
 
@@ -318,7 +319,7 @@ def one_worker_speaks_to_a_running_server(run: ComposedRun) -> Messages:
 def groups_that_overlap_take_turns(run: ComposedRun) -> Messages:
     """An engine that shares a GPU with the trainer sleeps while the policy trains; a running server is on separate
     devices. Engines of different groups do not share a GPU, since they are awake at the same time."""
-    for one, other, both in shared_devices(groups_of_run(run)) if run.device == "cuda" else ():
+    for one, other, both in shared_devices(groups_of_run(run)) if kind_of(run.device).is_accelerator else ():
         here = [s for s in run.stages if s.at in (*one.holds, *other.holds) and s.engine.get("url") is None]
         clash = f"{one.given.at} and {other.given.at} both have devices {list(both)}"
         if all(any(stage.at in group.holds for stage in here) for group in (one, other)):
@@ -408,7 +409,10 @@ def _transport_fits(sync: Part, stage: Stage, run: ComposedRun) -> Messages:
     if transport == "ipc" and num_nodes > 1:
         yield f"{sync.at}.transport = ipc shares memory of one node, cluster.num_nodes = {num_nodes}. Set nccl or ray."
     shared = [both for one, other, both in shared_devices(groups) if stage.at in (*one.holds, *other.holds)]
-    if transport == "nccl" and run.device == "cuda" and shared:
+    kind = kind_of(run.device)
+    if transport == "nccl" and not kind.broadcasts:
+        yield lacks(run.device, f"groups for {sync.at}.transport = nccl", "Set ray or files.")
+    elif transport == "nccl" and kind.is_accelerator and shared:
         yield (
             f"{sync.at}.transport = nccl needs separate GPUs for each side, but devices {list(shared[0])} are shared. "
             f"Set ipc, or another {group_of(run, stage.at).given.at}."

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
+from unirl.types.device_kinds import DeviceChoice
 
 Node = Mapping[str, Any]  # Any: a component's keys in a recipe
 SectionT = TypeVar("SectionT")
@@ -255,7 +256,8 @@ class Recipe:
     """Name of the recipe; runs are written into runs/<recipe>."""
     seed: Seed
     runtime: Literal["local", "ray"]
-    device: Literal["auto", "cpu", "cuda"]
+    device: DeviceChoice
+    """`auto` is the accelerator of this machine, or the CPU; see docs/reference/devices.md."""
     num_devices: PositiveInt
     batch_size: PositiveInt
     """Prompts per rollout."""

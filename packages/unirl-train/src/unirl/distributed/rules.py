@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from unirl.config.runs import ComposedRun
+from unirl.types.device_kinds import kind_of, lacks, only_one
 from unirl.types.recipe import Machine, Messages, Run
 
 
 def local_runtime_has_one_device(run: Run) -> Messages:
     """One process drives one device."""
-    if run.runtime == "local" and run.num_devices > 1:
+    if run.runtime == "local" and run.num_devices > 1 and kind_of(run.device).has_many:
         yield f"runtime: local uses one device, num_devices = {run.num_devices}. Set runtime: ray."
 
 
@@ -17,10 +18,12 @@ def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
     cluster = run.file.cluster
     if cluster.address not in ("auto", "local"):
         return
-    if run.device == "cuda" and run.num_devices > machine.num_gpus:
+    kind = kind_of(run.device)
+    if kind.is_accelerator and run.num_devices > machine.num_gpus:
+        name = kind.ray_resource or "device"
         yield (
-            f"num_devices = {run.num_devices} with device: cuda, but this machine has {machine.num_gpus} "
-            f"GPU{'' if machine.num_gpus == 1 else 's'}. Lower num_devices, set device: cpu, or join a cluster "
+            f"num_devices = {run.num_devices} with device: {run.device}, but this machine has {machine.num_gpus} "
+            f"{name}{'' if machine.num_gpus == 1 else 's'}. Lower num_devices, set device: cpu, or join a cluster "
             "(cluster.address)."
         )
     cores = run.num_devices * cluster.cpus_per_device
@@ -29,6 +32,14 @@ def devices_exist(run: ComposedRun, machine: Machine) -> Messages:
             f"num_devices = {run.num_devices} with device: cpu needs {cores:g} cores, but this machine has "
             f"{machine.num_cpus}. Lower num_devices or cluster.cpus_per_device, or join a cluster (cluster.address)."
         )
+
+
+def workers_fit_the_device(run: ComposedRun) -> Messages:
+    """Workers need a device whose tensors take part in collectives, and which Ray can reserve."""
+    if not kind_of(run.device).has_many and run.num_devices > 1:
+        yield only_one(run.device, run.num_devices)
+    elif not kind_of(run.device).has_many and run.runtime == "ray":
+        yield lacks(run.device, "Ray resource", "Set runtime: local, or another device.")
 
 
 def nodes_need_ray(run: ComposedRun) -> Messages:
@@ -52,5 +63,5 @@ def transport_needs_workers(run: ComposedRun) -> Messages:
         )
 
 
-RULES = (transport_needs_workers, local_runtime_has_one_device, nodes_need_ray)
+RULES = (transport_needs_workers, workers_fit_the_device, local_runtime_has_one_device, nodes_need_ray)
 MACHINE_RULES = (devices_exist,)

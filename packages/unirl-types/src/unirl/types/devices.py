@@ -1,25 +1,30 @@
-"""What code asks of a device, so that none is named elsewhere."""
+"""What code asks of a device, so that none is named elsewhere: by torch, where `device_kinds` is without it."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 
-PRETEND = "pretend"
-"""Device type of a rehearsal: its tensors have shapes, dtypes and a device, but no values, and nothing is computed."""
+from unirl.types.device_kinds import FLOAT32_ALONE, KINDS, PRETEND, DeviceKind, kind_of, lacks
+from unirl.types.errors import ConfigError
 
 
 def is_accelerator(device: str | torch.device) -> bool:
     """True for a device with memory separate from the host's: a GPU, or the one that a rehearsal pretends to have."""
-    return torch.device(device).type not in ("cpu", "meta")
+    return type_of(device) not in ("cpu", "meta")
+
+
+def type_of(device: str | torch.device) -> str:
+    """The type of a device, be it one that this torch does not have."""
+    return device.type if isinstance(device, torch.device) else device.partition(":")[0]
 
 
 def has_values(device: str | torch.device) -> bool:
     """False for the pretend device of a rehearsal, on which models are built and no weights are read."""
-    return torch.device(device).type != PRETEND
+    return type_of(device) != PRETEND
 
 
 def empty_cache(device: str | torch.device) -> None:
@@ -27,6 +32,98 @@ def empty_cache(device: str | torch.device) -> None:
     if is_accelerator(device):
         torch.get_device_module(torch.device(device)).empty_cache()
 
+
+def has_ragged_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if one kernel attends within samples of any lengths there; else samples of one length share a call."""
+    return (
+        is_accelerator(device)
+        and dtype in (torch.float16, torch.bfloat16)
+        and kind_of(device.type).has_ragged_attention
+    )
+
+
+# This process and its accelerator -------------------------------------------------------------------------------------
+
+
+def accelerator() -> DeviceKind | None:
+    """The kind of this machine's accelerator, or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type != PRETEND:
+        return KINDS.get(found.type)
+    if found is None:
+        return None
+    # A rehearsal has registered its device, which hides the others.
+    return next((kind for kind in KINDS.values() if kind.is_accelerator and num_devices(kind.name)), None)
+
+
+def num_devices(device: str) -> int:
+    """Number of devices of a kind that this process sees; 0 where this torch has no such device."""
+    kind = kind_of(device)
+    if not kind.is_accelerator:
+        return 1
+    try:
+        module = torch.get_device_module(kind.name)
+    except RuntimeError:
+        return 0
+    return module.device_count() if module.is_available() else 0
+
+
+def require_device(device: str) -> None:
+    """Raise ConfigError if this process cannot compute on the device, with what is missing."""
+    kind = kind_of(device)
+    if kind.name == PRETEND or num_devices(device):
+        return
+    here = accelerator()
+    instead = f"device: {'cpu' if here is None else here.name}"
+    extension = "" if kind.extension is None else f" and {kind.extension}, installed for that torch"
+    raise ConfigError(
+        f"device: {kind.name} ({kind.hardware}) is not here: torch {torch.__version__} finds none. It needs the "
+        f"device, its driver, a torch that is built for it{extension}. Mend that, or set {instead}."
+    )
+
+
+def in_use() -> str | None:
+    """Type of the accelerator that this process computes on; None before its first use, and on a CPU."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in KINDS:
+        return None
+    module = torch.get_device_module(found.type)
+    # Apple's is started with the process.
+    is_started = module.is_initialized() if KINDS[found.type].has_many else module.is_available()
+    return found.type if is_started else None
+
+
+def current_stream() -> torch.Stream | None:
+    """The stream that this thread computes on; None where there is only one."""
+    kind = in_use()
+    return torch.accelerator.current_stream() if kind is not None and KINDS[kind].has_many else None
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Compute on a stream of `current_stream`."""
+    return nullcontext() if stream is None else stream
+
+
+def collectives_of(device: str | torch.device) -> str:
+    """The backends of a process group for tensors on the host and on a device.
+
+    Raises ConfigError for a device whose tensors take part in none.
+    """
+    kind = kind_of(type_of(device))
+    if not kind.has_many:
+        raise ConfigError(lacks(kind.name, "collectives, which FSDP needs", FLOAT32_ALONE))
+    return "gloo" if kind.collectives == "gloo" else f"cpu:gloo,{kind.name}:{kind.collectives}"
+
+
+def device_name(device: str | torch.device) -> str | None:
+    """The product name of an accelerator; None for a CPU, and where torch does not tell."""
+    name = type_of(device)
+    if not is_accelerator(name) or not has_values(name) or not kind_of(name).has_many:
+        return None
+    return torch.get_device_module(name).get_device_name()
+
+
+# Rehearsals ----------------------------------------------------------------------------------------------------------
 
 _on_host: ContextVar[bool] = ContextVar("on_host", default=False)
 

@@ -12,6 +12,7 @@ from unirl.app.rehearsal.report import limit_of, lines, verdict
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.rehearsal.mode import own_place
+from unirl.types.device_kinds import USUAL
 from unirl.types.errors import ConfigError, UniRLError
 
 WORLDS = "worlds/"
@@ -51,7 +52,7 @@ def _rehearsed(command: Command, name: str, device_bytes: float) -> Rehearsed:
     """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
     config = composed(command, name)
     if config.get("device") == "auto":
-        config.device = "cuda"
+        config.device = USUAL
     run = check_recipe(settled(config))
     try:
         return rehearse(run, device_bytes)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unirl.models.extras import from_extra
 from unirl.models.packing import Packing
-from unirl.types.devices import is_accelerator
+from unirl.types.devices import has_ragged_attention
 from unirl.types.errors import ContractError
 
 with from_extra("transformers"):
@@ -73,7 +73,7 @@ def packed_attention(
             f"packed samples of {sum(packing.lengths)} positions lie in one row without mask and cache, got queries "
             f"{tuple(query.shape)}, keys {tuple(key.shape)} and {'a' if attention_mask is not None else 'no'} mask"
         )
-    if is_accelerator(query.device) and query.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+    if has_ragged_attention(query.device, query.dtype) and dropout == 0.0:
         longest = max(packing.lengths)
         out = varlen_attn(
             *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
@@ -86,7 +86,7 @@ def packed_attention(
             enable_gqa=True,
         )
         return out[None], None  # ty: ignore[invalid-argument-type] - a pair only where it is asked for
-    # Float32 and CPUs have no kernel for ragged rows: one call per run of samples of equal length.
+    # Float32, CPUs and some accelerators have no kernel for ragged rows: one call per run of samples of equal length.
     sizes = [samples * length for samples, length in packing.runs]
     parts = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
     outputs = []

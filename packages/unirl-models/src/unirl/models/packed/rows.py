@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from unirl.types.devices import is_accelerator
+from unirl.types.devices import has_ragged_attention
 from unirl.types.errors import ContractError
 
 
@@ -156,7 +156,7 @@ class PackedRows(ABC):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: tuple[Tensor, Tensor] | None) -> Tensor:
         """[N, H, D] of query [N, H, D], key and value [N, G, D], after a context's keys and values [M, G, D]."""
-        is_ragged = is_accelerator(query.device) and query.dtype in (torch.float16, torch.bfloat16)
+        is_ragged = has_ragged_attention(query.device, query.dtype)
         if context is not None:
             key, value = (torch.cat(pair) for pair in zip(context, (key, value), strict=True))
         calls, restore = self._ragged_calls if is_ragged else self._dense_calls
@@ -171,7 +171,7 @@ class PackedRows(ABC):
 
     @cached_property
     def _dense_calls(self) -> tuple[list[AttentionCall], Tensor]:
-        """A call for each shape of segments: float32 and CPUs have no kernel for ragged ones."""
+        """A call for each shape of segments: float32, CPUs and some accelerators have no kernel for ragged ones."""
         return self._calls(lambda span: (span.shape, span.is_causal))
 
     def _calls(self, key_of: Callable[[Span], Hashable]) -> tuple[list[AttentionCall], Tensor]:

@@ -13,16 +13,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-
-import torch
+from typing import Any, Self
 
 from unirl.distributed.group.framework import ray_module
+from unirl.types.device_kinds import CPU, DeviceKind, DeviceName, kind_of, lacks
+from unirl.types.devices import accelerator
+from unirl.types.devices import num_devices as devices_seen
 from unirl.types.errors import ConfigError, WorkerError, as_sentence
 
 logger = logging.getLogger(__name__)
-
-Device = Literal["cpu", "cuda"]
 
 ON_THIS_MACHINE = ("auto", "local")
 """Addresses that stand for a Ray on this machine."""
@@ -55,8 +54,8 @@ class Block:
 class DevicePool:
     """Reserves `num_devices` devices of the cluster and hands out blocks of them.
 
-    num_devices: GPUs with device="cuda", CPU cores with device="cpu" (`cpus_per_device` cores each, which may be
-      less than one).
+    num_devices: CPU cores with device="cpu" (`cpus_per_device` cores each, which may be less than one), else
+      accelerators.
     num_nodes: number of nodes with equally many devices each; with several, waits until the nodes have joined. address:
     "auto" or "local" joins the Ray that this process already uses, or starts one on this machine, which `close` stops;
     host:port joins a running cluster.
@@ -70,7 +69,7 @@ class DevicePool:
     def __init__(
         self,
         num_devices: int,
-        device: Device = "cpu",
+        device: DeviceName = CPU,
         *,
         num_nodes: int = 1,
         cpus_per_device: float = 1.0,
@@ -78,15 +77,17 @@ class DevicePool:
         start_timeout_s: float = 120.0,
         log_to_driver: bool = True,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ConfigError(f"device is {device!r}; choose cpu or cuda")
+        kind = kind_of(device)
+        if not kind.has_many:
+            raise ConfigError(lacks(device, "Ray resource", "Set runtime: local, or another device."))
         if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
             raise ConfigError(
                 f"num_devices = {num_devices} and cluster.num_nodes = {num_nodes} must be at least 1, and devices must "
                 "divide over nodes. Change one of them."
             )
         self.num_devices = num_devices
-        self.device: Device = device
+        self.device: DeviceName = device
+        self._kind = kind
         self.num_nodes = num_nodes
         self.cpus_per_device = cpus_per_device
         self.is_closed = False
@@ -108,12 +109,13 @@ class DevicePool:
             return
         begin = time.monotonic()
         if address in ON_THIS_MACHINE:
-            resources = {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(torch.cuda.device_count())}
-            self._check(resources, "this machine")
+            num_cpus, here = len(os.sched_getaffinity(0)), accelerator()
+            offered = {} if here is None else reserved(here, devices_seen(here.name))
+            self._check({"CPU": float(num_cpus), **_by_name(offered)}, "this machine")
             self._ray.init(
                 address="local",
-                num_cpus=int(resources["CPU"]),
-                num_gpus=int(resources["GPU"]),
+                num_cpus=num_cpus,
+                **{"num_gpus": 0, **offered},
                 include_dashboard=False,
                 log_to_driver=log_to_driver,
                 logging_level=logging.WARNING,
@@ -143,9 +145,10 @@ class DevicePool:
 
     def _check(self, resources: Mapping[str, float], where: str) -> None:
         cores = self.num_devices * self.cpus_per_device
-        if self.device == "cuda" and resources.get("GPU", 0) < self.num_devices:
+        name = self._kind.ray_resource
+        if name is not None and resources.get(name, 0) < self.num_devices:
             raise ConfigError(
-                f"num_devices asks for {self.num_devices} GPUs; {where} has {resources.get('GPU', 0):.0f}. "
+                f"num_devices asks for {self.num_devices} {name}s; {where} has {resources.get(name, 0):.0f}. "
                 f"{_FEWER_OR_MORE}, or set device: cpu."
             )
         if resources.get("CPU", 0) < cores:
@@ -155,7 +158,7 @@ class DevicePool:
             )
 
     def _bundle(self) -> dict[str, float]:
-        return {"CPU": self.cpus_per_device, **({"GPU": 1.0} if self.device == "cuda" else {})}
+        return {"CPU": self.cpus_per_device, **_by_name(reserved(self._kind, 1.0))}
 
     def _nodes(self, deadline: float, timeout_s: float) -> list[Any]:
         """The nodes to use: with several, this node first and the others by address; [None] for a single node, which
@@ -263,6 +266,19 @@ class DevicePool:
         self.close()
 
 
+def reserved(kind: DeviceKind, amount: float) -> dict[str, Any]:  # Any: as Ray's options
+    """Ray's options for this many devices of a kind, of a worker or of a node; none for a CPU."""
+    if kind.ray_resource is None:
+        return {}
+    return {"num_gpus": amount} if kind.ray_resource == _GPU else {"resources": {kind.ray_resource: amount}}
+
+
+def _by_name(options: Mapping[str, Any]) -> dict[str, float]:  # Any: as `reserved`
+    """The resources of `reserved`, by Ray's names."""
+    return {_GPU: options["num_gpus"]} if "num_gpus" in options else dict(options.get("resources", {}))
+
+
+_GPU = "GPU"
 _FEWER_OR_MORE = "Lower num_devices, join a larger cluster (cluster.address)"
 _ADDRESS_ADVICE = "Start Ray there (ray start --head), or set cluster.address, or RAY_ADDRESS, to one that runs."
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.dispatch import HeldKey, shard_ranks
-from unirl.distributed.group.device_pool import Block, Device, DevicePool
+from unirl.distributed.group.device_pool import Block, DevicePool, reserved
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_worker import CONTROL, ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
@@ -28,6 +28,7 @@ from unirl.distributed.runtime import Runtime
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo
+from unirl.types.device_kinds import CPU, DeviceName, kind_of
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
@@ -45,7 +46,8 @@ class RayRuntime(Runtime):
     """Builds the same components on `num_devices` workers, one process each, and calls them.
 
     builder: runs in every worker; must pickle, and its module must be importable there.
-    device: "cpu" (one core per worker, collectives over gloo) or "cuda" (one GPU per worker, collectives over NCCL).
+    device: one core per worker on "cpu", with collectives over gloo; else one device per worker, with its own
+        collectives.
     env: environment variables of the worker processes.
     timeout_s: longest time of one call, of building the components, and of one collective inside them.
     start_timeout_s: longest wait for devices and processes.
@@ -64,7 +66,7 @@ class RayRuntime(Runtime):
         builder: Builder,
         *,
         num_devices: int,
-        device: Device = "cpu",
+        device: DeviceName = CPU,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 3600.0,
         start_timeout_s: float = 300.0,
@@ -124,20 +126,21 @@ class RayRuntime(Runtime):
 
     def _start_processes(self, env: dict[str, str], timeout_s: float) -> None:
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
-        is_cuda = self._block.pool.device == "cuda"
+        kind = kind_of(self._block.pool.device)
+        device = f"{kind.name}:0" if kind.is_accelerator else kind.name
         self._plane.prepare()
         actor_class = self._ray.remote(concurrency_groups={CONTROL: 1}, **self._plane.actor_options)(RayWorker)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank, place in enumerate(self._block.places):
             options = actor_class.options(
                 num_cpus=self._block.pool.cpus_per_device * place.fraction,
-                num_gpus=place.fraction if is_cuda else 0,
+                **reserved(kind, place.fraction),
                 max_restarts=0,
                 max_task_retries=0,
                 scheduling_strategy=strategy(place.group, placement_group_bundle_index=place.bundle),
                 runtime_env={"env_vars": self._thread_limits(place.fraction) | loopback | env},
             )
-            self._actors.append(options.remote(rank, self._world_size, "cuda:0" if is_cuda else "cpu", sys.path))
+            self._actors.append(options.remote(rank, self._world_size, device, sys.path))
         self._processes = self._on_all("process_info", (), "starting the processes", timeout_s)
 
     def _num_threads(self, fraction: float) -> int:

@@ -16,6 +16,7 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.tensor.transport import contiguous, outgoing
 from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, WorkerContext
+from unirl.types.devices import collectives_of, is_accelerator, require_device
 from unirl.types.heartbeat import Activity, Report
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
@@ -71,22 +72,23 @@ class RayWorker:
         return store.port
 
     def join(self, host: str, port: int, num_threads: int, timeout_s: float) -> None:
-        """On all ranks: form the process group (gloo on CPU; gloo and NCCL on CUDA)."""
+        """On all ranks: form the process group (gloo, and on accelerators their own collectives too)."""
         torch.set_num_threads(num_threads)
         timeout = timedelta(seconds=timeout_s)
         if self._store is None:
             self._store = torch.distributed.TCPStore(host, port, self._context.world_size, timeout=timeout)
-        is_cuda = self._context.device.startswith("cuda")
-        if is_cuda:
-            torch.cuda.set_device(self._context.device)
+        require_device(self._context.device)
+        device = torch.device(self._context.device)
+        if is_accelerator(device):
+            torch.accelerator.set_device_index(device)
         torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            collectives_of(device),
             store=self._store,
             rank=self._context.rank,
             world_size=self._context.world_size,
             timeout=timeout,
             # With a device, NCCL connects now: lazy connections, in an order that differs by rank, can deadlock.
-            device_id=torch.device(self._context.device) if is_cuda else None,
+            device_id=device if is_accelerator(device) else None,
         )
 
     def build(self, builder: Builder) -> tuple[dict[str, ComponentInfo], MeshPlace]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unirl.distributed.group.device_pool import Block, Device, DevicePool
+from unirl.distributed.group.device_pool import Block, DevicePool
 from unirl.distributed.group.ray_member import ObjectStore, RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
@@ -18,6 +18,7 @@ from unirl.distributed.stages import LedStages
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.weight_sync.served_syncs import PushedPool, ServedSyncs
 from unirl.distributed.worker import Builder
+from unirl.types.device_kinds import DeviceName
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def start_groups(
     plans: Sequence[GroupPlan],
     *,
     num_devices: int,
-    device: Device,
+    device: DeviceName,
     num_nodes: int = 1,
     cpus_per_device: float = 1.0,
     address: str = "auto",

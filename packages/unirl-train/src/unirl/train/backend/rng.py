@@ -13,12 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unirl.types.devices import accelerator, in_use
+
 # The legacy generator is the one that libraries draw from without being asked.
 _NUMPY = numpy.random.mtrand
 
 
 def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON-able values of Python's, NumPy's and torch's global generators, CUDA included where used."""
+    """Tensors and JSON-able values of Python's, NumPy's and torch's global generators, and, under its name, of an
+    accelerator that is in use."""
     version, python_words, gauss_next = random.getstate()
     kind, numpy_words, position, has_gauss, cached_gaussian = _NUMPY.get_state(legacy=True)
     tensors = {
@@ -26,8 +29,8 @@ def rng_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
         "numpy": torch.from_numpy(numpy.asarray(numpy_words).astype("int64")),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+    if (device := in_use()) is not None:
+        tensors[device] = torch.get_device_module(device).get_rng_state()
     values = {
         "python": [version, gauss_next],
         "numpy": [str(kind), int(position), int(has_gauss), float(cached_gaussian)],
@@ -42,8 +45,9 @@ def set_rng_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     kind, position, has_gauss, cached_gaussian = values["numpy"]
     _NUMPY.set_state((kind, tensors["numpy"].numpy().astype("uint32"), position, has_gauss, cached_gaussian))
     torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+    here = accelerator()
+    if here is not None and here.name in tensors:
+        torch.get_device_module(here.name).set_rng_state(tensors[here.name])
 
 
 def write_rng_state(path: Path, state: tuple[dict[str, Tensor], dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unirl.algorithms.rules import needs_reference
+from unirl.types.device_kinds import FLOAT32_ALONE, kind_of, lacks
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
@@ -43,6 +44,19 @@ def device_options_fit(own: Part, run: Run) -> Messages:
     """No option of another device."""
     if run.device == "cpu" and (own.get("fsdp") or {}).get("cpu_offload"):
         yield f"{own.at}.fsdp.cpu_offload does nothing with device: cpu. Remove it."
+
+
+def sharding_suits_the_device(own: Part, run: Run) -> Messages:
+    """FSDP, which one device that computes in float32 does without, needs collectives of the device."""
+    config = own.get("fsdp") or {}
+    wrapping = {
+        "param_dtype": config.get("param_dtype", "fp32") != "fp32",
+        "master_dtype": config.get("master_dtype", "fp32") != "fp32",
+        "cpu_offload": bool(config.get("cpu_offload")),
+    }
+    asked = [f"{own.at}.fsdp.{name} = {config[name]}" for name, wraps in wrapping.items() if wraps]
+    if not kind_of(run.device).has_many and asked:
+        yield lacks(run.device, f"collectives, which FSDP needs for {' and '.join(asked)}", FLOAT32_ALONE)
 
 
 def kept_reference_has_a_use(own: Part, run: Run) -> Messages:
@@ -91,5 +105,5 @@ def _trainable_weights(bundle: Part) -> Iterator[str]:
                 return  # loading it says what is wrong
 
 
-RULES = (device_options_fit, kept_reference_has_a_use)
+RULES = (device_options_fit, sharding_suits_the_device, kept_reference_has_a_use)
 MACHINE_RULES = (lora_targets_exist,)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from unirl.train.configs import FSDPConfig, TrainTopology
+from unirl.types.devices import collectives_of
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import RecomputeContexts
@@ -66,11 +67,7 @@ def ensure_process_group(device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=ONE_RANK_TIMEOUT,
+        collectives_of(device), store=dist.HashStore(), rank=0, world_size=1, timeout=ONE_RANK_TIMEOUT
     )
     return True
 

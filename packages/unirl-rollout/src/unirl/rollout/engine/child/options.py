@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from unirl.rollout.engine.child.devices import dealt_gpus
 from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.device_kinds import kind_of
 from unirl.types.sampling import Precision
 
 
@@ -55,7 +56,7 @@ class EngineProcesses:
     @property
     def is_cpu(self) -> bool:
         """True if the engine samples without a GPU."""
-        return self.device == "cpu"
+        return not kind_of(self.device).is_accelerator
 
     @property
     def options(self) -> dict[str, Any]:  # Any: see engine_args
@@ -64,5 +65,5 @@ class EngineProcesses:
 
     def variables(self, common: Mapping[str, str]) -> list[dict[str, str]]:
         """Environment variables of each instance: `common`, those that name its GPUs, and `env`."""
-        dealt = dealt_gpus(self.is_cpu, self.num_instances, self.num_devices, self.gpus)
+        dealt = dealt_gpus(self.device, self.num_instances, self.num_devices, self.gpus)
         return [{**common, **own, **self.env} for own in dealt]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from unirl.types.device_kinds import kind_of, lacks
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
@@ -30,7 +31,7 @@ def gpus_suffice(own: Part, run: Run) -> Messages:
             f"{what} needs {needed} GPU{'' if needed == 1 else 's'}, {own.at}.gpus = {list(gpus)} names "
             f"{len(gpus)}. Change one of them."
         )
-    elif gpus is None and needed > 1 and run.device == "cuda":
+    elif gpus is None and needed > 1 and kind_of(run.device).is_accelerator:
         if run.runtime == "ray":
             yield (
                 f"{what}, but a worker of runtime: ray sees one GPU. Name {needed} GPUs of its host in "
@@ -38,6 +39,16 @@ def gpus_suffice(own: Part, run: Run) -> Messages:
             )
         elif own.get("num_instances", 1) > 1:
             yield f"{what}: name the {needed} GPUs of this host that they are dealt in {own.at}.gpus."
+
+
+def the_device_has_engines(own: Part, run: Run) -> Messages:
+    """Engines in separate processes run on the device. A running engine (`url`) has separate devices."""
+    if own.get("url") is None and not kind_of(run.device).has_engines:
+        yield lacks(
+            run.device,
+            f"{own.name}, which {own.at} names",
+            "Name an engine that samples where it trains (unirl.rollout.engine.trainside), or set device: cpu.",
+        )
 
 
 def sleep_is_served(own: Part, run: Run) -> Messages:
@@ -55,7 +66,7 @@ def sleeps_otherwise(at: str, level: int, levels: Collection[int], name: str) ->
 def gpus_are_here(own: Part, run: Run, machine: Machine) -> Messages:
     """This machine has the GPUs that the engine's instances need."""
     needed, what = _needed(own)
-    if run.device == "cuda" and own.get("url") is None and needed > max(1, machine.num_gpus):
+    if kind_of(run.device).is_accelerator and own.get("url") is None and needed > max(1, machine.num_gpus):
         here = f"{machine.num_gpus} GPU{'' if machine.num_gpus == 1 else 's'}"
         yield f"{what}, but this machine has {here}. Lower it."
 
@@ -68,5 +79,5 @@ def _needed(own: Part) -> tuple[int, str]:
     return num * size, f"{own.at}.num_instances * {own.at}.num_devices = {num} * {size} = {num * size}"
 
 
-RULES = (gpus_suffice, sleep_is_served)
+RULES = (the_device_has_engines, gpus_suffice, sleep_is_served)
 MACHINE_RULES = (environment_exists, gpus_are_here)

@@ -30,6 +30,7 @@ from unirl.rollout.engine.sglang_llm.rules import (
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.bounds import Bounds, PositiveInt, bounded
+from unirl.types.device_kinds import USUAL
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import TextCodec
 from unirl.types.protocols.training import PolicyStore
@@ -113,7 +114,7 @@ class SGLangRolloutEngine(ServedTextEngine):
         **processes: Any,  # Any: see EngineProcesses
     ) -> None:
         own = EngineProcesses(**processes)
-        own = self._checked(own if url is None else replace(own, device="cuda"))  # a running server has its own devices
+        own = self._checked(own if url is None else replace(own, device=USUAL))  # a running server has its own devices
         folder = _model_folder(own.model)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         for unseen in unseen_pictures("engine", config):

@@ -20,6 +20,7 @@ from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
 from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel, SlicingTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
 from unirl.types.bucket_files import BucketLayout
+from unirl.types.device_kinds import kind_of
 from unirl.types.errors import WeightSyncError, as_sentence
 from unirl.types.weights import WeightBucket, WeightSpec, tensor_checksum
 
@@ -53,7 +54,7 @@ class Meeting:
     def group(self, store: torch.distributed.Store, rank: int) -> Any:  # Any: torch's backends share no public class
         """The group of the members; returns when all have joined. Separate from the default process group."""
         timeout = timedelta(seconds=self.timeout_s)
-        if self.device == "cuda":
+        if kind_of(self.device).is_accelerator:
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return torch.distributed.ProcessGroupNCCL(store, rank, self.num_members, options)
@@ -153,7 +154,7 @@ class BroadcastTransport(SlicingTransport):
     """Broadcasts each bucket to all engines at once from one of two buffers: one is filled while the other is sent.
     Every sending rank has its own group with the engines.
 
-    device: of the buffers: "cuda" for NCCL, "cpu" for gloo. num_engines: number of engines; neither the trainer nor
+    device: of the buffers: a GPU for NCCL, a CPU for gloo. num_engines: number of engines; neither the trainer nor
     another engine may be on their devices. timeout_s: for forming a group and for each broadcast.
     """
 

@@ -10,6 +10,9 @@ from unirl.distributed.weight_sync.transports.broadcast import BroadcastTranspor
 from unirl.distributed.weight_sync.transports.files import FileTransport
 from unirl.distributed.weight_sync.transports.ipc import DeviceTransport
 from unirl.types.bucket_files import MEMORY
+from unirl.types.device_kinds import kind_of, lacks
+from unirl.types.devices import is_accelerator
+from unirl.types.errors import ConfigError
 
 
 def make_transport(
@@ -22,7 +25,10 @@ def make_transport(
     lends_files: bool,
 ) -> WeightTransport:
     """Make a transport from a worker on `device` to engines. folder: for "files". shares_device: see
-    `connect_elsewhere`."""
+    `connect_elsewhere`.
+
+    Raises ConfigError for a transport that the device does not have.
+    """
     match name:
         case "ray":
             return ObjectTransport()
@@ -33,7 +39,11 @@ def make_transport(
                 "sync.transport.",
                 lends_files=lends_files,
             )
-        case "ipc" if shares_device and device.type == "cuda":
+        case "ipc" if shares_device and is_accelerator(device):
+            if not kind_of(device.type).shares_memory:
+                raise ConfigError(
+                    lacks(device.type, "memory that processes share", "Set sync.transport: files or ray.")
+                )
             # A worker sees only its own GPU, so another worker can map its memory only if both are on that GPU.
             return DeviceTransport(device)
         case "ipc":
@@ -43,4 +53,6 @@ def make_transport(
                 lends_files=lends_files,
             )
         case "nccl":
+            if not kind_of(device.type).broadcasts:
+                raise ConfigError(lacks(device.type, "groups that push weights", "Set sync.transport: files or ray."))
             return BroadcastTransport(device, len(engines.workers), engines.timeout_s)

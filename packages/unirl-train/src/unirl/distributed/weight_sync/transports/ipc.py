@@ -68,7 +68,7 @@ class DeviceTransport(WeightTransport):
         flat = FlatBucket.of(bucket)
         buffer, shared = self._buffer(number, flat.num_bytes)
         flat.layout.write(bucket.tensors, buffer)
-        torch.cuda.synchronize(buffer.device)  # the engine's process does not see this stream
+        torch.accelerator.synchronize(buffer.device)  # the engine's process does not see this stream
         return DeviceParcel(shared, f"ipc {shared.name.rsplit('-', 1)[0]} {number}", flat)
 
     def _buffer(self, number: int, num_bytes: int) -> tuple[Tensor, DeviceBuffer]:
