@@ -1,7 +1,7 @@
 """Measures weight pushes to an engine with a copy of the model on this machine, and prints Markdown.
 
     uv run python apps/trainer/bench/pushes.py [--megabytes 168] [--repeats 5]
-        [--transports ray files ipc nccl] [--device auto]
+        [--transports ray files ipc nccl] [--device auto] [--json]
 
 A model of linear layers in float32 trains here; the engine is in this process ("beside"), and then in a worker of Ray,
 to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.app.environment import device_here
+from unirl.distributed.group.device_pool import reserved
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.weight_sync.full import FullWeightSync
@@ -42,8 +44,8 @@ from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
 from unirl.types.conditions import PromptCondition
-from unirl.types.device_kinds import CPU, KINDS
-from unirl.types.devices import in_use
+from unirl.types.device_kinds import CPU, KINDS, kind_of
+from unirl.types.devices import accelerator, in_use, num_devices
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -165,47 +167,89 @@ def blake2b(tensor: Tensor) -> str:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=168)
     parser.add_argument("--bucket-megabytes", type=float, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transports", nargs="*", default=["ray", "files", "ipc", "nccl"])
     parser.add_argument("--device", default=CPU, choices=["auto", *KINDS])
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.device == "auto":
         options.device = device_here()
+    found = measured(options)
+    sys.stdout.write(f"{json.dumps(found)}\n" if options.json else table(found))
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
+    """Megabytes and median seconds of every work and push."""
     torch.set_num_threads(1)
     trainer = Trainer(options.megabytes, options.device)
+    total = sum(tensor.numel() * 4 for tensor in trainer.tensors.values()) / 1e6
+    with connected(options, trainer) as syncs:
+        spent, sent = timed(options.repeats, trainer, syncs)
+    medians = {name: statistics.median(taken) for name, taken in spent.items()}
+    rows = {name: {"megabytes": sent.get(name, total), "seconds": taken} for name, taken in medians.items()}
+    return {
+        "megabytes": total,
+        "tensors": len(trainer.tensors),
+        "device": options.device,
+        "works": {name: row for name, row in rows.items() if name not in syncs},
+        "pushes": {name: row for name, row in rows.items() if name in syncs},
+    }
+
+
+@contextmanager
+def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[str, tuple[FullWeightSync, str]]]:
+    """Syncs by name, each with what it pushes of the model, until their engines are closed."""
     bucket_bytes = int(options.bucket_megabytes * 1e6)
     beside = CopyEngine(options.megabytes, torch.device(options.device))
-    places = ["beside", *options.transports]
-    modes = {f"{place}{suffix}": changed for place in places for suffix, changed in MODES}
     syncs = {}
     for suffix, changed in MODES:
-        syncs[f"beside{suffix}"] = trainer.sync(bucket_bytes, changed=changed)
-        syncs[f"beside{suffix}"].connect(beside)
-    runtime = None
-    if options.transports:
-        ray_module().init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**9
-        )
-        runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
+        syncs[f"beside{suffix}"] = trainer.sync(bucket_bytes, changed=changed), changed
+        syncs[f"beside{suffix}"][0].connect(beside)
+    if not options.transports:
+        yield syncs
+        return
+    here = accelerator()
+    ray_module().init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=10**9,
+        **({} if here is None else reserved(here, num_devices(here.name))),
+    )
+    runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
+    try:
         for transport in options.transports:
             for suffix, changed in MODES:
-                name = f"{transport}{suffix}"
-                syncs[name] = trainer.sync(bucket_bytes, changed=changed, transport=transport)
-                syncs[name].connect_elsewhere(runtime.remote_role("engine"))
+                sync = trainer.sync(bucket_bytes, changed=changed, transport=transport)
+                # Of several devices the worker has the first, as this process has.
+                sync.connect_elsewhere(
+                    runtime.remote_role("engine"), shares_device=kind_of(options.device).shares_memory
+                )
+                syncs[f"{transport}{suffix}"] = sync, changed
+        yield syncs
+    finally:
+        runtime.close()
+        ray_module().shutdown()
+
+
+def timed(
+    repeats: int, trainer: Trainer, syncs: Mapping[str, tuple[FullWeightSync, str]]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every work in each repeat, one more to warm up, and megabytes of the pushes."""
     spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", "blake2b", *syncs)}
     sent: dict[str, float] = {}
-    for repeat in range(options.repeats + 1):
+    for repeat in range(repeats + 1):
         parts = {
             "copy": seconds(trainer.copy),
             "checksums": seconds(lambda: [weight_spec(name, tensor) for name, tensor in trainer.tensors.items()]),
             "blake2b": seconds(lambda: [blake2b(tensor) for tensor in trainer.tensors.values()]),
         }
-        for name, sync in syncs.items():
-            changed = modes[name]
+        for name, (sync, changed) in syncs.items():
             if changed != "all":
                 sync.push()
                 trainer.change(changed)
@@ -214,23 +258,23 @@ def main() -> None:
             if changed != "all":
                 sync._forget()  # the other syncs push to the same engine
         for name, taken in parts.items():
-            if repeat:  # the first warms up
+            if repeat:
                 spent[name].append(taken)
-    copy = statistics.median(spent["copy"])
-    total = sum(tensor.numel() * 4 for tensor in trainer.tensors.values()) / 1e6
+    return spent, sent
+
+
+def table(found: Mapping[str, Any]) -> str:  # Any: JSON
+    """What was measured as Markdown."""
+    copy = found["works"]["copy"]["seconds"]
     lines = [
-        f"{total:.0f} MB in {len(trainer.tensors)} tensors",
+        f"{found['megabytes']:.0f} MB in {found['tensors']} tensors",
         "",
         "| | MB sent | ms | / copy |",
         "|---|---|---|---|",
     ]
-    for name, taken in spent.items():
-        value = statistics.median(taken)
-        lines.append(f"| {name} | {sent.get(name, total):.0f} | {value * 1e3:,.0f} | {value / copy:.1f} |")
-    sys.stdout.write("\n".join(lines) + "\n")
-    if runtime is not None:
-        runtime.close()
-        ray_module().shutdown()
+    for name, row in {**found["works"], **found["pushes"]}.items():
+        lines.append(f"| {name} | {row['megabytes']:.0f} | {row['seconds'] * 1e3:,.0f} | {row['seconds'] / copy:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 class _Builder:

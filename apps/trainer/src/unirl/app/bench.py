@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
 from unirl.config.runs import ComposedRun
-from unirl.distributed.runtime import LocalRuntime
+from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.loop import transition_rows
+from unirl.trainer.base import Trainer
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.launch import make_runtime
 from unirl.trainer.clock import PhaseClock
@@ -74,9 +75,18 @@ def commit() -> str | None:
     return done.stdout.strip()
 
 
-def bench_recipe(run: ComposedRun, *, warmup: int = 1, repeats: int = 3) -> dict[str, Any]:
+def bench_recipe(
+    run: ComposedRun,
+    *,
+    warmup: int = 1,
+    repeats: int = 3,
+    first: Callable[[Runtime, Trainer], object] | None = None,
+    compares_replays: bool = True,
+) -> dict[str, Any]:
     """Run `warmup` + `repeats` training steps of a run in this process; returns the report.
 
+    first: called with what was built, before any step. compares_replays: see `replay_variants`, whose forwards of all
+    steps may take more memory than the run.
     Raises ConfigError for runtime: ray, whose workers are other processes.
     """
     recipe = run.resolved
@@ -92,6 +102,8 @@ def bench_recipe(run: ComposedRun, *, warmup: int = 1, repeats: int = 3) -> dict
     with tempfile.TemporaryDirectory() as folder, make_runtime(run, Path(folder)) as runtime:
         trainer = make_trainer(replace(run, evaluation=None), runtime, Path(folder), [], threading.Event(), clock)
         runtime.role("stack").prepare()
+        if first is not None:
+            first(runtime, trainer)
         for i in range(warmup):
             trainer.step(i)
         steps: list[Step] = []
@@ -108,7 +120,7 @@ def bench_recipe(run: ComposedRun, *, warmup: int = 1, repeats: int = 3) -> dict
         trainer.step(warmup + repeats)
         clock.observer = None
         variants: dict[str, float] = {}
-        if isinstance(runtime, LocalRuntime):
+        if compares_replays and isinstance(runtime, LocalRuntime):
             with runtime.role("engine").generate(trainer.collector.request(warmup + repeats + 1, 1)) as resp:
                 variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]

@@ -216,8 +216,8 @@ def bench(command: Command) -> None:
     _make_output_folder(command)
     from unirl.app.bench import bench_recipe, relative_to_first
 
-    counts = {name: int(command.options[name]) for name in ("warmup", "repeats") if name in command.options}
-    reports = [bench_recipe(run, **counts) for run in runs]
+    warmup, repeats = (int(command.options.get(name, usual)) for name, usual in (("warmup", 1), ("repeats", 3)))
+    reports = [bench_recipe(run, warmup=warmup, repeats=repeats) for run in runs]
     content = reports[0] if len(reports) == 1 else {"training": relative_to_first(reports), "reports": reports}
     report = json.dumps(content, indent=2) + "\n"
     if "output" in command.options:

@@ -1,0 +1,1 @@
+"""What one device does with a few recipes, next to what a rehearsal says of them."""
