@@ -6,7 +6,7 @@ import pytest
 
 from unirl.app.environment import register_resolvers
 from unirl.app.main import main
-from unirl.app.memory import GB, ROOM, peak, phases
+from unirl.app.memory import GB, PRODUCTS, ROOM, peak, phases
 from unirl.config.catalog import available
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
@@ -81,6 +81,9 @@ def test_what_a_setting_saves():
     # One block of 24 keeps everything, the others what goes into them.
     ratio = checkpointed["train"]["activations"] / whole["train"]["activations"]
     assert ratio == pytest.approx((24 + 27) / (24 * 27))
+    selective = by_name(name, "+backend.fsdp.activation_checkpointing=selective")
+    ratio = selective["train"]["activations"] / whole["train"]["activations"]
+    assert ratio == pytest.approx(PRODUCTS + 1 / 24)
     one = by_name(name, "pipeline.decode_batch_size=1")
     assert one["decode"]["decoder"] == pytest.approx(whole["decode"]["decoder"] / 8)
     tiles = by_name(name, "+bundle.vae_tile_pixels=128")

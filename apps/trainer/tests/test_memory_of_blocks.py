@@ -13,11 +13,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from unirl.app.memory import PRODUCTS
 from unirl.models.allocations import Allocations
 from unirl.models.hunyuan_image3.configuration import DecoderConfig, LayerConfig
 from unirl.models.hunyuan_image3.transformer import HunyuanImage3DecoderLayer, rotary_table
 from unirl.models.released import all_released
 from unirl.models.sd3.bundle import SD3Bundle
+from unirl.train.backend.recompute import selective
+from unirl.train.backend.wrap import checkpoint_activations
 
 IMAGE, TEXT = 48, 16
 """Tokens."""
@@ -127,6 +130,14 @@ def test_a_block_keeps_and_holds_about_what_is_estimated(make: Callable[[], Any]
     with torch.no_grad(), Allocations() as counted:
         block(**inputs)
     assert counted.peak_bytes / token_bytes(width) == pytest.approx(sizes.held_per_token, rel=0.4)
+
+
+@pytest.mark.parametrize("make", [sd3, flux, flux_single, qwen_image, wan])
+def test_products_and_attention_are_about_the_share_that_is_estimated(make: Callable[[], Any]) -> None:
+    block, inputs, _ = adapted(make)
+    whole = kept_bytes(block, inputs)
+    checkpoint_activations([block], selective())
+    assert kept_bytes(block, inputs) / whole == pytest.approx(PRODUCTS, rel=0.15)
 
 
 def test_the_blocks_of_stable_diffusion_keep_what_its_guide_says() -> None:

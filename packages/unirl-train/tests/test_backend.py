@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
 
 from unirl.train.backend.state import COUNTERS
@@ -316,17 +317,22 @@ def gradients_with(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     return gradients, list(bundle.model.state_dict())
 
 
-def test_recomputing_activations_changes_neither_gradients_nor_names():
+@pytest.mark.parametrize("how", [True, "full", "selective"])
+def test_recomputing_activations_changes_neither_gradients_nor_names(how):
     expected, names = gradients_with()
-    found, found_names = gradients_with(activation_checkpointing=True)
+    found, found_names = gradients_with(activation_checkpointing=how)
     assert found_names == names and found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.matrix
-def test_compiling_blocks_changes_neither_gradients_nor_names():
+@pytest.mark.parametrize("how", [False, "full", "selective"])
+def test_compiling_blocks_changes_neither_gradients_nor_names(how):
     expected, names = gradients_with()
-    found, found_names = gradients_with(compile=True)
+    torch.compiler.reset()
+    counters.clear()
+    found, found_names = gradients_with(compile=True, activation_checkpointing=how)
+    assert counters["frames"]["ok"] > 0
     assert found_names == names and found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)

@@ -43,6 +43,18 @@ def test_bytes_of_a_step_are_those_of_real_tensors() -> None:
     assert all(real == rehearsed > 0 for real, rehearsed in before)
 
 
+@pytest.fixture(scope="module")
+def knobs() -> Any:
+    return printed("knobs.py")
+
+
+@pytest.mark.parametrize(("knob", "of"), [("full", "step"), ("selective", "step")])
+def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> None:
+    real, rehearsed = (knobs["none"][kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))
+    assert real > 0.1 * knobs["none"]["real"][of]
+    assert rehearsed == pytest.approx(real, rel=0.1)
+
+
 def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> None:
     reads = facts["reads"]
     assert reads["is_pretend"]

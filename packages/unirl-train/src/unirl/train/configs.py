@@ -15,6 +15,7 @@ from unirl.types.training import OptimizerConfig as OptimizerConfig
 
 ScheduleType = Literal["constant", "linear", "cosine"]
 LoraInit = Literal["gaussian", "default"]
+Recomputation = bool | Literal["full", "selective"]
 
 
 @bounded("scheduler")
@@ -55,8 +56,9 @@ class FSDPConfig:
     """Trainable parameters and optimizer state. In bf16, updates below 1/256 of a weight are lost."""
     reshard_after_forward: bool = True
     """Free a block's gathered weights between its forward and its backward. The root keeps its own."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward instead of keeping its activations."""
+    activation_checkpointing: Recomputation = False
+    """Recompute each block in the backward instead of keeping its activations: all of it (true, or "full"), or all but
+    its matrix products and attention, whose results are kept ("selective")."""
     compile: bool = False
     """torch.compile, block by block."""
     cpu_offload: bool = False
@@ -65,6 +67,11 @@ class FSDPConfig:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "master_dtype"):
             dtype_named(getattr(self, name), f"fsdp.{name}")
+        if self.activation_checkpointing not in (True, False, "full", "selective"):
+            raise ConfigError(
+                f"fsdp.activation_checkpointing = {self.activation_checkpointing!r} must be false, true, full or "
+                "selective"
+            )
         if self.master_dtype == "fp16":
             raise ConfigError("fsdp.master_dtype = 'fp16' overflows in AdamW. Choose fp32 or bf16.")
         if self.param_dtype == "fp32" and self.master_dtype != "fp32":

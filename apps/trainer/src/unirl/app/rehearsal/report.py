@@ -18,7 +18,7 @@ NUM_HOLDERS = 3
 KNOBS: Mapping[str, Mapping[str, str]] = {
     "train": {
         ACTIVATIONS: "algorithm.rows_per_forward or stack.micro_batch_size lower, or "
-        "backend.fsdp.activation_checkpointing=true",
+        "backend.fsdp.activation_checkpointing=selective or full",
     },
     "rollout": {
         ACTIVATIONS: "engine.forward_batch_size or pipeline.decode_batch_size lower, or bundle.vae_tile_pixels",

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import noop_context_fn
 
+from unirl.train.backend.recompute import selective
 from unirl.train.backend.wrap import (
     checkpoint_activations,
     compile_blocks,
@@ -105,6 +107,13 @@ def wrap(
     contexts = bundle.recompute_contexts if isinstance(bundle, RecomputesBlocks) else None
     if exchange is not None:
         contexts = spread_tokens(bundle, config, exchange)
+    if config.compile and config.activation_checkpointing and contexts is not None:
+        raise ConfigError(
+            f"fsdp.compile: true with fsdp.activation_checkpointing: {type(bundle).__name__} has blocks that read more "
+            "than their inputs, which a compiled block cannot recompute. Set one of them to false."
+        )
+    if config.activation_checkpointing == "selective":
+        contexts = selective(contexts or noop_context_fn, is_compiled=config.compile)
     blocks = {name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()}
     for found in blocks.values():
         if config.activation_checkpointing:

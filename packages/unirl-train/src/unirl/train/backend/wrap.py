@@ -39,7 +39,7 @@ def find_blocks(component: str, module: nn.Module, class_names: Sequence[str]) -
 def checkpoint_activations(blocks: Sequence[nn.Module], contexts: RecomputeContexts | None = None) -> None:
     """Recompute each block's forward in the backward. Names in state dicts stay the same.
 
-    contexts: what a forward and its recomputation are entered with.
+    contexts: what a forward and its recomputation are entered with; may keep some results (`recompute.selective`).
 
     The forward of the instance is replaced, not the module: a wrapper module would add its own name to every
     parameter. Nested blocks are recomputed with the outermost.
@@ -47,13 +47,19 @@ def checkpoint_activations(blocks: Sequence[nn.Module], contexts: RecomputeConte
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
     for block in blocks:
         if id(block) not in inside:
-            options = {} if contexts is None else {"context_fn": contexts}
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+            block.forward = functools.partial(_recomputed, block.forward, contexts)
+
+
+def _recomputed(forward: Callable[..., Any], contexts: RecomputeContexts | None, *args: Any, **kwargs: Any) -> Any:
+    # Any: arguments and results of any block. In our code, since Dynamo compiles no frame of torch.utils.checkpoint.
+    if contexts is None:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def is_checkpointed(forward: Callable[..., object]) -> bool:
     """True for a forward that `checkpoint_activations` has replaced."""
-    return isinstance(forward, functools.partial) and forward.func is checkpoint
+    return isinstance(forward, functools.partial) and forward.func is _recomputed
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
