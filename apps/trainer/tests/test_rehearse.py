@@ -36,6 +36,7 @@ def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
         "sampling.samples_per_prompt=8",
         "batch_size=8",
         "stack.micro_batch_size=2",
+        "stack.num_updates_per_batch=2",
         "--fits",
         "0.001GB",
     )
@@ -56,6 +57,20 @@ def test_a_model_whose_configurations_are_not_known_is_named(tmp_path: Path) -> 
     run = checked("sd3/grpo", "bundle.pretrained_model=someone/something")
     with pytest.raises(ConfigError, match="someone/something: the configurations of this model are not known"):
         share_of(run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "num_trained"),
+    [(1, 4), (2, 8), (4, 8), (8, 4), (16, 2)],  # of 16 samples, two in a backward, two updates rehearsed
+)
+def test_a_rehearsed_update_holds_no_more_samples_than_the_runs(
+    tmp_path: Path, num_updates: int, num_trained: int
+) -> None:
+    geometry = ("batch_size=4", "sampling.samples_per_prompt=4", "stack.micro_batch_size=2")
+    run = checked("worlds/shapes/flowgrpo", *geometry, f"stack.num_updates_per_batch={num_updates}")
+    share = share_of(run, tmp_path)
+    (work,) = share.works.values()
+    assert work.num_trained == num_trained
 
 
 BROKEN = """

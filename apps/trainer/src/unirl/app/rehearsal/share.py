@@ -160,9 +160,9 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
     for stage in run.stages:
         above = per_prompt[stage.grows_from] if stage.grows_from is not None else 1
         per_prompt[stage.track] = above * stage.sampling.get("samples_per_prompt", 1)
-    trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
     of_rank = run.batch_size * run.policy.ranks_per_sample / num_ranks
     num_samples = {track: max(1, round(of_rank * num)) for track, num in per_prompt.items()}
+    trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
     prompts = 1
     for stage in run.stages:
         own = num_samples[stage.track]
@@ -177,7 +177,11 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
         str(stage.track): Work(
             num_samples=num_samples[stage.track],
             num_made=prompts * per_prompt[stage.track],
-            num_trained=min(trained[stage.track], prompts * per_prompt[stage.track]),
+            num_trained=min(
+                trained[stage.track],
+                prompts * per_prompt[stage.track],
+                _most_trained(run.all_policies[stage.policy], num_samples[stage.track]),
+            ),
         )
         for stage in run.stages
     }
@@ -186,6 +190,11 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
 def _num_updates(policy: Policy) -> int:
     """Updates of a rehearsed rollout."""
     return min(policy.stack.get("num_updates_per_batch", 1), UPDATES)
+
+
+def _most_trained(policy: Policy, num_samples: int) -> int:
+    """Samples in the rehearsed updates, none of which has more than those of the run."""
+    return _num_updates(policy) * max(1, num_samples // policy.stack.get("num_updates_per_batch", 1))
 
 
 def _num_trained(run: ComposedRun, stage: Stage) -> int:
