@@ -259,6 +259,10 @@ MISTAKES = [
         {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True}},
         "backend.fsdp.cpu_offload does nothing with device: cpu",
     ),
+    (
+        {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "activation_offload": True}},
+        "backend.fsdp.activation_offload does nothing with device: cpu",
+    ),
     ({"eval.policy": "ema"}, "eval.policy = 'ema' is not kept by this recipe; there are default. Set backend.ema"),
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),

@@ -84,6 +84,8 @@ def test_what_a_setting_saves():
     selective = by_name(name, "+backend.fsdp.activation_checkpointing=selective")
     ratio = selective["train"]["activations"] / whole["train"]["activations"]
     assert ratio == pytest.approx(PRODUCTS + 1 / 24)
+    offloaded = by_name(name, "+backend.fsdp.activation_offload=true")
+    assert offloaded["train"]["activations"] == pytest.approx(whole["train"]["activations"] * 2 / 24)
     one = by_name(name, "pipeline.decode_batch_size=1")
     assert one["decode"]["decoder"] == pytest.approx(whole["decode"]["decoder"] / 8)
     tiles = by_name(name, "+bundle.vae_tile_pixels=128")

@@ -348,6 +348,10 @@ def test_a_block_class_that_is_not_there_names_those_that_are():
 def test_options_that_would_do_nothing_are_refused():
     with pytest.raises(ConfigError, match="cpu_offload does nothing on device cpu"):
         make_backend(fsdp=FSDPConfig(cpu_offload=True))
+    with pytest.raises(ConfigError, match="activation_offload does nothing on device cpu"):
+        make_backend(fsdp=FSDPConfig(activation_offload=True))
+    with pytest.raises(ConfigError, match="activation_offload moves nothing of compiled blocks"):
+        FSDPConfig(activation_offload=True, compile=True)
     with pytest.raises(ConfigError, match="dp_replicate = 2 does not divide 1 devices"):
         make_backend(topology=TrainTopology(dp_replicate=2))
 

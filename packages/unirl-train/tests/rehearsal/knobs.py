@@ -5,10 +5,13 @@ A separate process, since a rehearsal registers a device for good.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from equal_bytes import Counted
@@ -17,6 +20,8 @@ from torch.nn import functional as F
 
 from unirl.rehearsal.ledger import Ledger
 from unirl.rehearsal.mode import Rehearsal
+from unirl.train.backend import activation_offload
+from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig
 from unirl.types.devices import PRETEND
@@ -27,6 +32,10 @@ CASES: Mapping[str, dict[str, Any]] = {
     "none": {},
     "full": {"fsdp": FSDPConfig(activation_checkpointing="full")},
     "selective": {"fsdp": FSDPConfig(activation_checkpointing="selective")},
+    **{
+        f"offload {how}": {"fsdp": FSDPConfig(activation_checkpointing=how, activation_offload=True)}
+        for how in (False, "full", "selective")
+    },
 }
 """Options of the backend by name."""
 
@@ -68,7 +77,12 @@ def step(device: str, ledger: Ledger, phase: Callable[[str], None], options: dic
     bundle = Bundle(device)
     config = OptimizerConfig(1e-3, implementation="loop")
     before = ledger.device_bytes
+    fsdp = options.get("fsdp", FSDPConfig())
+    if device == "cpu":  # where recipes may not ask for it
+        options = {**options, "fsdp": replace(fsdp, activation_offload=False)}
     backend = FSDPBackend(bundle, device=device, **{"optimizer": config, **options})  # ty: ignore[invalid-argument-type]
+    if device == "cpu" and fsdp.activation_offload:
+        offload_activations(list(bundle.model), torch.device(device))
     state = ledger.device_bytes - before
     inputs = torch.randn(ROWS, TOKENS, WIDTH, device=device)
     for _ in range(2):
@@ -84,13 +98,20 @@ def step(device: str, ledger: Ledger, phase: Callable[[str], None], options: dic
     return {**peaks, "state": state}
 
 
+def _on_host(ledger: Ledger, like: Tensor, own: Callable[[Tensor], Tensor] = activation_offload.host_memory) -> Tensor:
+    """Memory for a copy, which counts as the host's."""
+    made = own(like)
+    ledger.leave(made)
+    return made
+
+
 def main() -> None:
     """Both; the rehearsals first, since autograd asks for the devices of the process at its first backward."""
     found: dict[str, dict[str, dict[str, int]]] = {name: {} for name in CASES}
     for kind, device in (("rehearsed", PRETEND), ("real", "cpu")):
         for name, options in CASES.items():
             mode = Rehearsal() if kind == "rehearsed" else Counted()
-            with mode:
+            with mode, patch.object(activation_offload, "host_memory", functools.partial(_on_host, mode.ledger)):
                 phase = mode.enter_phase if isinstance(mode, Rehearsal) else mode.ledger.enter_phase
                 found[name][kind] = step(device, mode.ledger, phase, options)
     sys.stdout.write(json.dumps(found))

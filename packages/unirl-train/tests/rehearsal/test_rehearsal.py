@@ -48,7 +48,10 @@ def knobs() -> Any:
     return printed("knobs.py")
 
 
-@pytest.mark.parametrize(("knob", "of"), [("full", "step"), ("selective", "step")])
+@pytest.mark.parametrize(
+    ("knob", "of"),
+    [(name, "step") for name in ("full", "selective", "offload False", "offload full", "offload selective")],
+)
 def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> None:
     real, rehearsed = (knobs["none"][kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))
     assert real > 0.1 * knobs["none"]["real"][of]

@@ -243,14 +243,14 @@ class _Estimate:
         # A sampler that is unrolled makes a forward per step, all of which wait for the backward.
         together = micro if has_reward and self.algorithm.ability("trained_rows") is None else rows
         row = self.sizes.width * self._compute_bytes * self.tokens * self.num_branches
-        how = self.fsdp.get("activation_checkpointing")
+        how, kept = self.fsdp.get("activation_checkpointing"), self.sizes.kept_per_token
+        num = 2 if self.fsdp.get("activation_offload") else self.sizes.blocks
         if how == "selective" and not self.algorithm.get("is_checkpointed"):
-            kept = self.sizes.kept_per_token
-            parts = {"activations": (PRODUCTS * self.sizes.blocks * kept * rows + kept * together) * row}
+            parts = {"activations": (PRODUCTS * num * kept * rows + kept * together) * row}
         elif how or self.algorithm.get("is_checkpointed"):
-            parts = {"activations": (self.sizes.blocks * rows + self.sizes.kept_per_token * together) * row}
+            parts = {"activations": (num * rows + kept * together) * row}
         else:
-            parts = {"activations": self.sizes.blocks * self.sizes.kept_per_token * rows * row}
+            parts = {"activations": num * kept * rows * row}
         if has_reward:
             if self.sizes.decode_gradient_kb is None:
                 raise ConfigError("what decoding with a gradient takes in this model's VAE is not counted.")

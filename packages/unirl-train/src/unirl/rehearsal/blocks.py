@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from unirl.rehearsal.repeats import Cost, Repeats, Shape, circumstances, replaced, shape_of
+from unirl.train.backend.activation_offload import is_offloaded
 from unirl.train.backend.wrap import is_checkpointed
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ContractError
@@ -176,7 +177,9 @@ def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
             for member in members:
                 alike.setdefault(_likeness(member), []).append(member)
             for likeness, group in alike.items():
-                for member in group if len(group) >= FEWEST else ():
+                # What leaves for the host leaves by the order in which blocks run.
+                is_repeated = len(group) >= FEWEST and not is_offloaded(group[0].forward)
+                for member in group if is_repeated else ():
                     yield _Block(member, member.forward, likeness, group[-1] is member)
 
 

@@ -59,6 +59,8 @@ class FSDPConfig:
     activation_checkpointing: Recomputation = False
     """Recompute each block in the backward instead of keeping its activations: all of it (true, or "full"), or all but
     its matrix products and attention, whose results are kept ("selective")."""
+    activation_offload: bool = False
+    """Keep in host memory what each block needs for its backward, and bring it back before that. Not on a CPU."""
     compile: bool = False
     """torch.compile, block by block."""
     cpu_offload: bool = False
@@ -71,6 +73,10 @@ class FSDPConfig:
             raise ConfigError(
                 f"fsdp.activation_checkpointing = {self.activation_checkpointing!r} must be false, true, full or "
                 "selective"
+            )
+        if self.activation_offload and self.compile:
+            raise ConfigError(
+                "fsdp.activation_offload moves nothing of compiled blocks. Set it or fsdp.compile to false."
             )
         if self.master_dtype == "fp16":
             raise ConfigError("fsdp.master_dtype = 'fp16' overflows in AdamW. Choose fp32 or bf16.")

@@ -66,7 +66,7 @@ class Rehearsed:
     peaks: Mapping[str, Peak]
     """Most bytes on the device by phase."""
     host_bytes: int
-    """Most bytes of weights and states that rested in host memory."""
+    """Most bytes of weights, states and activations that rested in host memory."""
     flops: Mapping[str, int]
     """By phase, of the whole share."""
     collectives: Mapping[str, Mapping[str, int]]

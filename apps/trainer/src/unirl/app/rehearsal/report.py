@@ -18,7 +18,7 @@ NUM_HOLDERS = 3
 KNOBS: Mapping[str, Mapping[str, str]] = {
     "train": {
         ACTIVATIONS: "algorithm.rows_per_forward or stack.micro_batch_size lower, or "
-        "backend.fsdp.activation_checkpointing=selective or full",
+        "backend.fsdp.activation_checkpointing=selective or full, or backend.fsdp.activation_offload=true",
     },
     "rollout": {
         ACTIVATIONS: "engine.forward_batch_size or pipeline.decode_batch_size lower, or bundle.vae_tile_pixels",
@@ -50,7 +50,7 @@ def lines(found: Rehearsed) -> Iterator[str]:
         mark = "  <- most" if phase == found.most else ""
         yield f"  {phase:8} {_size(peak.num_bytes):>8} per device: {named}{mark}"
     if found.host_bytes:
-        yield f"  host     {_size(found.host_bytes):>8} of weights and states rest in host memory"
+        yield f"  host     {_size(found.host_bytes):>8} of weights, states and activations rest in host memory"
     computed = ", ".join(f"{phase} {flops / 1e12:.3g}" for phase, flops in found.flops.items() if flops)
     yield f"  TFLOP of a step, per device: {computed}"
     for phase, kinds in found.collectives.items():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import noop_context_fn
 
+from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.recompute import selective
 from unirl.train.backend.wrap import (
     checkpoint_activations,
@@ -118,6 +119,8 @@ def wrap(
     for found in blocks.values():
         if config.activation_checkpointing:
             checkpoint_activations(found, contexts)
+        if config.activation_offload:
+            offload_activations(found, device)
         if config.compile:
             compile_blocks(found)
     if not is_sharding(config):

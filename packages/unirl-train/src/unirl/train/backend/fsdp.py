@@ -82,8 +82,9 @@ class FSDPBackend:
             raise ConfigError(
                 "keep_reference keeps a second copy of the weights, but with lora the base is the reference"
             )
-        if self._config.cpu_offload and not is_accelerator(self.device):
-            raise ConfigError(f"fsdp.cpu_offload does nothing on device {self.device}. Set it to false.")
+        for name in ("cpu_offload", "activation_offload"):
+            if getattr(self._config, name) and not is_accelerator(self.device):
+                raise ConfigError(f"fsdp.{name} does nothing on device {self.device}. Set it to false.")
         topology = topology if topology is not None else TrainTopology()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.mesh_place = topology.place(rank, world_size)

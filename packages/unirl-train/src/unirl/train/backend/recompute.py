@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -57,10 +58,21 @@ def _both(contexts: RecomputeContexts) -> tuple[AbstractContextManager[None], Ab
     forward, again = contexts()
     keeping, finding = create_selective_checkpoint_contexts(_policy)
     keeping.respect_saved_tensors_hooks = True
-    return _nested(forward, keeping), _nested(again, finding)
+    return _Nested(forward, keeping), _Nested(again, finding)
 
 
-@contextmanager
-def _nested(outer: AbstractContextManager[None], inner: AbstractContextManager[Any]) -> Generator[None]:
-    with outer, inner:
-        yield
+class _Nested(AbstractContextManager[None]):
+    """One manager within another. Entered a second time, where torch says that it keeps results for one backward."""
+
+    def __init__(self, *managers: AbstractContextManager[Any]) -> None:
+        self._managers = managers
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for manager in self._managers:
+            self._stack.enter_context(manager)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)

@@ -42,8 +42,9 @@ def topology_problem(dp_replicate: int, dp_shard: int, sp: int, ep: int, num_dev
 
 def device_options_fit(own: Part, run: Run) -> Messages:
     """No option of another device."""
-    if run.device == "cpu" and (own.get("fsdp") or {}).get("cpu_offload"):
-        yield f"{own.at}.fsdp.cpu_offload does nothing with device: cpu. Remove it."
+    for name in ("cpu_offload", "activation_offload"):
+        if run.device == "cpu" and (own.get("fsdp") or {}).get(name):
+            yield f"{own.at}.fsdp.{name} does nothing with device: cpu. Remove it."
 
 
 def sharding_suits_the_device(own: Part, run: Run) -> Messages:

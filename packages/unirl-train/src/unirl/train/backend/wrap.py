@@ -51,10 +51,18 @@ def checkpoint_activations(blocks: Sequence[nn.Module], contexts: RecomputeConte
 
 
 def _recomputed(forward: Callable[..., Any], contexts: RecomputeContexts | None, *args: Any, **kwargs: Any) -> Any:
-    # Any: arguments and results of any block. In our code, since Dynamo compiles no frame of torch.utils.checkpoint.
+    # Any: arguments and results of any block. In our code, since Dynamo compiles no frame of torch.utils.checkpoint;
+    # by position, since what goes by name is held as it is and not by way of the hooks of saved tensors.
+    called, given = functools.partial(_named, forward, tuple(kwargs)), (*args, *kwargs.values())
     if contexts is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(called, *given, use_reentrant=False)
+    return checkpoint(called, *given, use_reentrant=False, context_fn=contexts)
+
+
+def _named(forward: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+    """Call `forward`, the last arguments by these names. Any: as above."""
+    num = len(given) - len(names)
+    return forward(*given[:num], **dict(zip(names, given[num:], strict=True)))
 
 
 def is_checkpointed(forward: Callable[..., object]) -> bool:
