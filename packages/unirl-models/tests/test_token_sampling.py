@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from unirl.models.token_sampling import draw, truncated, uniforms
+from unirl.models import token_sampling
+from unirl.models.token_sampling import draw, placed, truncated, uniforms
 from unirl.types.sampling import ARSamplingParams
 
 
@@ -64,3 +65,14 @@ def test_numbers_are_finer_than_float32():
     """24 bits could never choose a word of less than 6e-8, of which a large vocabulary has many."""
     found = uniforms(["a"], 0, 64)[0]
     assert bool((found != found.float().double()).any())
+
+
+def test_numbers_on_a_device_are_those_of_the_cpu_and_stay_below_one_in_float32(monkeypatch):
+    drawn = uniforms(["a", "b"], 3, 50)
+    assert torch.equal(placed(drawn, torch.device("cpu")), drawn)
+    largest = torch.tensor([[1 - 2.0**-48]], dtype=torch.float64)
+    assert torch.equal(placed(largest, torch.device("cpu")), largest)
+    monkeypatch.setattr(token_sampling, "wide_float", lambda device: torch.float32)
+    narrow = placed(torch.cat([drawn.flatten()[None], largest], dim=1), torch.device("cpu"))
+    assert narrow.dtype == torch.float32 and float(narrow.max()) < 1
+    torch.testing.assert_close(narrow[0, :-1].double(), drawn.flatten(), rtol=0, atol=2.0**-24)

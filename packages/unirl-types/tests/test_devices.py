@@ -23,6 +23,8 @@ from unirl.types.devices import (
     num_devices,
     on_stream,
     require_device,
+    wide_float,
+    widened,
 )
 from unirl.types.errors import ConfigError
 
@@ -164,6 +166,12 @@ def test_ragged_rows_have_a_kernel_on_few_devices() -> None:
     assert has_ragged_attention(torch.device("cuda"), half)
     assert not has_ragged_attention(torch.device("cuda"), whole)
     assert not any(has_ragged_attention(torch.device(name), half) for name in ("cpu", "xpu", "mps", "meta"))
+
+
+def test_sums_are_wide_where_the_device_has_float64() -> None:
+    assert widened(torch.ones(2)).dtype == widened(torch.ones(2, dtype=torch.bool)).dtype == torch.float64
+    assert wide_float(torch.device("cuda")) == torch.float64
+    assert wide_float(torch.device("mps")) == torch.float32
 
 
 def test_every_name_of_the_type_is_a_kind() -> None:

@@ -19,7 +19,7 @@ from unirl.models.adapter import num_rows, require_condition
 from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
-from unirl.models.token_sampling import draw, uniforms
+from unirl.models.token_sampling import draw, placed, uniforms
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
@@ -104,7 +104,7 @@ class AutoregressivePipeline:
         self.adapter.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
         device = prompts[0].device
         stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
-        draws = uniforms(noise_keys, params.seed, params.max_new_tokens).to(device)
+        draws = placed(uniforms(noise_keys, params.seed, params.max_new_tokens), device)
         decoder = self.decoder(conditions, prompts, params.max_new_tokens)
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unirl.sde.noise import keyed_uniform
+from unirl.types.devices import wide_float
 from unirl.types.sampling import ARSamplingParams
 
 _FLOAT32_STEP = 2.0**-24
@@ -25,11 +26,17 @@ def uniforms(keys: Sequence[str], seed: int, num_tokens: int) -> Tensor:
     return high + low * _FLOAT32_STEP
 
 
+def placed(uniforms: Tensor, device: torch.device) -> Tensor:
+    """Numbers of `uniforms` on a device, in its `wide_float`, below 1 there too."""
+    wide = uniforms.to(device, wide_float(device))
+    return wide.clamp(max=1 - torch.finfo(wide.dtype).eps / 2)
+
+
 def draw(logits: Tensor, uniform_B: Tensor, params: ARSamplingParams) -> tuple[Tensor, Tensor]:
     """(tokens, their log-probs), int64 and float32 [B], by inversion of the cumulative distribution.
 
-    logits: [B, V]. uniform_B: float64 [B] in [0, 1). A greedy draw takes the most probable word; its log-prob is of
-    temperature 1 and describes no distribution that was sampled from.
+    logits: [B, V]. uniform_B: [B] in [0, 1), see `placed`. A greedy draw takes the most probable word; its log-prob is
+    of temperature 1 and describes no distribution that was sampled from.
     One number per token. Small errors of the logits rarely move it across a boundary, so batches of other shapes
     draw the same tokens.
     """
@@ -38,7 +45,7 @@ def draw(logits: Tensor, uniform_B: Tensor, params: ARSamplingParams) -> tuple[T
         tokens = logp.argmax(dim=-1)
     else:
         logp = truncated((logits.float() / params.temperature).log_softmax(dim=-1), params.top_p, params.top_k)
-        cumulative = logp.exp().cumsum(dim=-1, dtype=torch.float64)
+        cumulative = logp.exp().cumsum(dim=-1, dtype=wide_float(logp.device))
         target = uniform_B[:, None] * cumulative[:, -1:]
         # The first word whose cumulative probability is above the target has a probability above zero.
         tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
@@ -55,7 +62,7 @@ def truncated(logp: Tensor, top_p: float, top_k: int) -> Tensor:
         logp = torch.full_like(logp, -torch.inf).scatter(-1, kept, logp.gather(-1, kept)).log_softmax(dim=-1)
     if top_p < 1:
         ordered, order = logp.sort(dim=-1, descending=True)
-        before = ordered.exp().cumsum(dim=-1, dtype=torch.float64) - ordered.exp()
+        before = ordered.exp().cumsum(dim=-1, dtype=wide_float(logp.device)) - ordered.exp()
         ordered = ordered.masked_fill(before >= top_p, -torch.inf)
         logp = torch.empty_like(logp).scatter(-1, order, ordered).log_softmax(dim=-1)
     return logp

@@ -22,6 +22,7 @@ from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
 from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
+from unirl.types.devices import widened
 from unirl.types.protocols.models import AutoregressivePipeline, TokenStats
 from unirl.types.protocols.training import ModuleStore
 from unirl.types.training import OptimizerConfig
@@ -94,9 +95,9 @@ class ARPPO(ARGRPO):
         rewards: Tensor = micro.advantages
         if reference_logp_M is not None:
             k1_N = fields["k1"] = trained.of(stats.logp_N) - reference_logp_M
-            rewards = _padded(-self.reference.coef * k1_N, lengths).double()
+            rewards = widened(_padded(-self.reference.coef * k1_N, lengths))
             rewarded = trained.lengths_B.nonzero().flatten()
-            rewards[rewarded, trained.lengths_B[rewarded] - 1] += micro.advantages[rewarded].double()
+            rewards[rewarded, trained.lengths_B[rewarded] - 1] += widened(micro.advantages[rewarded])
             fields["penalty"] = -self.reference.coef * sequence_sum(k1_N, trained.lengths_B)
         advantages_BT, returns_BT = generalized_advantages(
             rewards, _padded(value_M, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
+from unirl.types.devices import widened
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -33,16 +34,22 @@ class RowMetrics:
 
     def mean(self, name: str, values: Tensor) -> None:
         """Report the mean of `values` over all rows of the update."""
-        self.add(name, values.detach().double().sum(), values.numel())
+        self.add(name, widened(values.detach()).sum(), values.numel())
 
     def add(self, name: str, total: Tensor, count: int) -> None:
         """Report sum of `total` over sum of `count` of all calls."""
-        so_far, counted = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
-        self.sums[name] = (so_far + total.detach().double(), counted + count)
+        self._include(name, widened(total.detach()), count)
+
+    def _include(self, name: str, total: Tensor, count: int) -> None:
+        if name in self.sums:
+            so_far, counted = self.sums[name]
+            total, count = so_far + total, counted + count
+        self.sums[name] = (total, count)
 
     def max(self, name: str, values: Tensor) -> None:
         """Report the largest of `values` over all rows of the update; nothing where there are none."""
-        largest = values.detach().double().max() if values.numel() else torch.tensor(-math.inf).double()
+        wide = widened(values.detach())
+        largest = wide.max() if values.numel() else torch.tensor(-math.inf, dtype=wide.dtype)
         self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
 
     def renamed(self, prefix: str) -> RowMetrics:
@@ -57,8 +64,7 @@ class RowMetrics:
     def merge(self, other: RowMetrics) -> None:
         """Add another record to this one."""
         for name, (total, count) in other.sums.items():
-            mine, have = self.sums.get(name, (torch.zeros((), dtype=torch.float64), 0))
-            self.sums[name] = (mine + total, have + count)
+            self._include(name, total, count)
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unirl.types.devices import widened
 from unirl.types.errors import ConfigError, ContractError
 
 
@@ -35,14 +36,14 @@ def generalized_advantages(
     if lengths.shape != (num_samples,) or bool((lengths > num_steps).any()):
         raise ContractError(f"lengths {lengths.tolist()} must be [B] of at most S for values {tuple(values_BS.shape)}")
     is_real = (torch.arange(num_steps) < lengths[:, None]).to(values_BS.device)
-    values = torch.where(is_real, values_BS.detach().double(), 0.0)
+    values = torch.where(is_real, widened(values_BS.detach()), 0.0)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     delta = gamma * following - values
     if rewards.ndim == 2:
-        delta = delta + torch.where(is_real, rewards.detach().double(), 0.0)
+        delta = delta + torch.where(is_real, widened(rewards.detach()), 0.0)
     else:
         rewarded = lengths.nonzero().flatten()
-        delta[rewarded, lengths[rewarded] - 1] += rewards.detach().double()[rewarded]
+        delta[rewarded, lengths[rewarded] - 1] += widened(rewards.detach())[rewarded]
     advantages = torch.zeros_like(values)
     running = values.new_zeros(num_samples)
     for step in reversed(range(num_steps)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unirl.types.devices import widened
 from unirl.types.errors import ContractError
 
 
@@ -110,9 +111,9 @@ def prefix_budget(
     earlier_RR = same_RR & (step_R[None, :] < step_R[:, None])
     position_R, length_R = earlier_RR.sum(dim=1), same_RR.sum(dim=1)
     weight_R = 1 - (1 - weight_floor) * position_R / (length_R - 1).clamp(min=1)
-    weighted_R = weight_R * divergence_R.double()
+    weighted_R = weight_R * widened(divergence_R)
     earlier = earlier_RR.to(weighted_R)
-    over_prefix_R = earlier @ weighted_R + weighted_R > threshold + prefix_threshold * (earlier @ weight_R.double())
+    over_prefix_R = earlier @ weighted_R + weighted_R > threshold + prefix_threshold * (earlier @ widened(weight_R))
     return (weighted_R > threshold) | over_prefix_R, over_prefix_R
 
 
@@ -140,7 +141,7 @@ def _weighted_error(x0_hat: Tensor, x0: Tensor, is_adaptive: bool) -> Tensor:
     if not is_adaptive:
         return error.mean(dim=dims)
     with torch.no_grad():
-        weight = (x0_hat.double() - x0.double()).abs().mean(dim=dims, keepdim=True).clamp(min=1e-5)
+        weight = (widened(x0_hat) - widened(x0)).abs().mean(dim=dims, keepdim=True).clamp(min=1e-5)
     return (error / weight.to(error.dtype)).mean(dim=dims)
 
 

@@ -30,6 +30,7 @@ from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.types.bounds import NonNegative, Positive, PositiveInt, Seed, bounded
+from unirl.types.devices import widened
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images
 from unirl.types.protocols.models import DiffusionPipeline
@@ -262,7 +263,7 @@ class RewardGradient(PenalisedAlgorithm):
             at_pixels, at_latents = torch.autograd.grad(loss_B.sum(), (pixels, latents))
         metrics.mean("reward_gradient/reward", reward)
         if self.margin < math.inf:
-            metrics.mean("reward_gradient/above_margin_fraction", (reward >= self.margin).double())
+            metrics.mean("reward_gradient/above_margin_fraction", widened(reward >= self.margin))
         metrics.mean("reward_gradient/pixel_grad_norm", at_pixels.view(len(latents), -1).norm(dim=1))
         metrics.mean("reward_gradient/latent_grad_norm", at_latents.flatten(1).norm(dim=1))
         return loss_B.detach(), at_latents

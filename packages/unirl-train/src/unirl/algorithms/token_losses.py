@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio, same_shape
+from unirl.types.devices import wide_float, widened
 from unirl.types.errors import ConfigError, ContractError
 
 ImportanceLevel = Literal["token", "sequence", "sequence-token"]
@@ -73,12 +74,13 @@ def aggregation_weights(lengths_B: Tensor, *, mode: LossAggregation, horizon: in
     (arXiv 2503.20783), section 3.
     """
     num_sequences, num_tokens = lengths_B.numel(), int(lengths_B.sum())
+    device = lengths_B.device
     if mode == "token-mean":
-        return torch.ones(num_tokens, dtype=torch.float64, device=lengths_B.device), num_tokens
+        return torch.ones(num_tokens, dtype=wide_float(device), device=device), num_tokens
     if mode == "seq-mean-token-sum-norm":
-        return torch.full((num_tokens,), 1 / horizon, dtype=torch.float64, device=lengths_B.device), num_sequences
+        return torch.full((num_tokens,), 1 / horizon, dtype=wide_float(device), device=device), num_sequences
     require_choice("loss_agg_mode", mode, LossAggregation)
-    return (1 / lengths_B.clamp(min=1).double()).repeat_interleave(lengths_B), num_sequences
+    return (1 / widened(lengths_B.clamp(min=1))).repeat_interleave(lengths_B), num_sequences
 
 
 def truncated_ratio_loss(
@@ -120,7 +122,7 @@ def binary_divergence(logp_M: Tensor, anchor_M: Tensor, *, kind: Divergence) -> 
         if kind == "tv":
             return (logp_M.exp() - anchor_M.exp()).abs()
         require_choice("divergence", kind, Divergence)
-        logp, old = logp_M.double(), anchor_M.double()
+        logp, old = widened(logp_M), widened(anchor_M)
         # The rest of the mass is 1 - p; the floor keeps a probability that rounds to 1 from making inf - inf.
         rest, old_rest = (torch.log(-torch.expm1(value.clamp(max=-1e-12))) for value in (logp, old))
         return (old.exp() * (old - logp) + old_rest.exp() * (old_rest - rest)).to(logp_M.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
+from unirl.types.devices import widened
 
 _RETURN = "ppo/return_mean"
 _RETURN_SQUARE, _ERROR, _ERROR_SQUARE = "return_square", "value_error", "value_error_square"
@@ -33,11 +34,11 @@ def value_loss(value_R: Tensor, old_R: Tensor, return_R: Tensor, *, clip: float 
 
 def report_values(metrics: RowMetrics, value_R: Tensor, return_R: Tensor, loss_R: Tensor) -> None:
     """The critic's metrics; `explain_variance` completes them once they are reduced."""
-    error_R = (return_R - value_R).detach().double()
+    error_R = widened((return_R - value_R).detach())
     metrics.mean("ppo/value_loss", loss_R)
     metrics.mean("ppo/value_mean", value_R)
     metrics.mean(_RETURN, return_R)
-    metrics.mean(_RETURN_SQUARE, return_R.double().square())
+    metrics.mean(_RETURN_SQUARE, widened(return_R).square())
     metrics.mean(_ERROR, error_R)
     metrics.mean(_ERROR_SQUARE, error_R.square())
 

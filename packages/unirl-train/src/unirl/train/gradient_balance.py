@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unirl.train.optim import local_part, summed_over_shards
+from unirl.types.devices import widened
 from unirl.types.protocols.training import TrainBackend
 
 
@@ -70,4 +71,4 @@ def _products(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() * b.double()).sum()
+    return (widened(a) * widened(b)).sum()

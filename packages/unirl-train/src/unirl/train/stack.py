@@ -25,6 +25,7 @@ from unirl.train.slicing import training_slices
 from unirl.train.track_loss import TrackLoss, track_losses
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.copies import Copies, merged_copies
+from unirl.types.devices import wide_float
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -253,7 +254,8 @@ class TrainStack:
         backend.zero_grad()
         parts = [part for part in self._parts if part.name in micros_of]
         num_terms = [[part.algorithm.num_terms(micro.track) for micro in micros_of[part.name]] for part in parts]
-        counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=torch.float64, device=backend.device)
+        wide = wide_float(backend.device)
+        counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=wide, device=backend.device)
         totals = backend.collectives.all_reduce_sum(counted, "dp").tolist()
         record = RowMetrics()
         balance = GradientBalance(backend) if self._measures_balance else None
@@ -313,11 +315,12 @@ class TrainStack:
     def _reduced(self, record: RowMetrics) -> dict[str, float]:
         """Means and maxima over all devices. Every rank has the same names, so one collective of each kind does."""
         backend = self._backend
+        wide = wide_float(backend.device)
         names = sorted(record.sums)
         metrics: dict[str, float] = {}
         if names:
-            counts = torch.tensor([record.sums[n][1] for n in names], dtype=torch.float64, device=backend.device)
-            sums = torch.stack([record.sums[n][0].to(backend.device) for n in names])
+            counts = torch.tensor([record.sums[n][1] for n in names], dtype=wide, device=backend.device)
+            sums = torch.stack([record.sums[n][0].to(backend.device, wide) for n in names])
             totals = backend.collectives.all_reduce_sum(torch.stack([sums, counts], dim=1), "dp").cpu()
             metrics.update(
                 {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
@@ -325,7 +328,7 @@ class TrainStack:
         names = sorted(record.maxima)
         self._maxima.update(names)
         if names:
-            packed = torch.stack([record.maxima[n].to(backend.device) for n in names])
+            packed = torch.stack([record.maxima[n].to(backend.device, wide) for n in names])
             largest = backend.collectives.all_reduce_max(packed, "dp").cpu()
             metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
         return metrics

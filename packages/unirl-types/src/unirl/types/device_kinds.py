@@ -55,6 +55,7 @@ class DeviceKind:
     """True if groups that only push weights can be formed on it."""
     has_ragged_attention: bool = False
     """True if torch's `varlen_attn` runs on it."""
+    has_float64: bool = True
     counts_memory: bool = True
     """True if torch.accelerator tells how much of its memory is allocated."""
     has_engines: bool = True
@@ -85,7 +86,9 @@ _EVERY = (
         files=r"davinci\d+",
     ),
     DeviceKind(name="xpu", hardware="Intel GPU", collectives="xccl", ray_resource="GPU", visible="ZE_AFFINITY_MASK"),
-    DeviceKind(name="mps", hardware="Apple GPU", has_many=False, counts_memory=False, has_engines=False),
+    DeviceKind(
+        name="mps", hardware="Apple GPU", has_many=False, has_float64=False, counts_memory=False, has_engines=False
+    ),
 )
 KINDS: Mapping[str, DeviceKind] = {kind.name: kind for kind in _EVERY}
 """By torch's name, the CPU first."""

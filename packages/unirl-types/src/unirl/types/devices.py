@@ -42,6 +42,16 @@ def has_ragged_attention(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def wide_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has none."""
+    return torch.float64 if not is_accelerator(device) or kind_of(device.type).has_float64 else torch.float32
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """The values in `wide_float` of their device, for sums whose rounding must not show."""
+    return values.to(wide_float(values.device))
+
+
 # This process and its accelerator -------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.models.token_sampling import draw
 from unirl.rehearsal.repeats import Repeats, replaced
 from unirl.types.conditions import PromptCondition
+from unirl.types.devices import wide_float
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -48,7 +49,7 @@ def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[
         pipeline.adapter.check_context([len(prompt) for prompt in prompts], num_tokens)
         device = prompts[0].device
         decoder = Decoder(pipeline.adapter, conditions, prompts, num_tokens)
-        uniform = torch.zeros(num, dtype=torch.float64, device=device)
+        uniform = torch.zeros(num, dtype=wide_float(device), device=device)
         chosen, _ = draw(decoder.start(), uniform, params)
         if num_tokens > FEW:
             before = _num_bytes(decoder.cache)
