@@ -121,6 +121,15 @@ def test_all_weights_take_sixteen_bytes_and_four_per_copy_sharded():
     assert of["trained weights"] + of["gradients and Adam"] + of["copies"] == pytest.approx(2.47e9 * 20 / 8)
 
 
+def test_smaller_states_of_the_optimizer_and_parameters_in_half_precision_are_counted():
+    whole = by_name("sd3/refl")["train"]
+    codes = by_name("sd3/refl", "+backend.optimizer.states=8bit")["train"]
+    saved = whole["gradients and Adam"] - codes["gradients and Adam"]
+    assert saved == pytest.approx(2.47e9 * (6 - 8 / 256) / 8)
+    half = by_name("sd3/refl", "+backend.optimizer.states=bf16", "backend.fsdp.master_dtype=bf16")["train"]
+    assert half["trained weights"] + half["gradients and Adam"] == pytest.approx(2.47e9 * 8 / 8)
+
+
 def test_a_checkpoint_without_known_sizes_is_named():
     with pytest.raises(
         ConfigError, match=r"the sizes of bundle.pretrained_model = mine/own are not known.*Qwen/Qwen-Im"

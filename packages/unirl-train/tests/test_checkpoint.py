@@ -15,17 +15,23 @@ import pytest
 import torch
 from train_fakes import TinyBundle, lora_config, make_backend, snapshot, train_step
 
+from unirl.train import small_states
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.state import COUNTERS
 from unirl.train.checkpoint import saved
 from unirl.train.checkpoint.checkpointer import Checkpointer
-from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, OptimizerConfig
 from unirl.types.errors import CheckpointError, ContractError
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"lora": lora_config()},
     "bf16": {"fsdp": FSDPConfig(param_dtype="bf16")},
+    "8bit": {"optimizer": OptimizerConfig(1e-2, states="8bit")},
+    "rounded": {
+        "optimizer": OptimizerConfig(1e-2, states="bf16"),
+        "fsdp": FSDPConfig(param_dtype="bf16", master_dtype="bf16"),
+    },
 }
 
 
@@ -63,9 +69,14 @@ def assert_equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", list(OPTIONS))
-def test_two_steps_a_resume_and_two_steps_equal_four_steps_bit_for_bit(kind: str, is_async: bool, tmp_path: Path):
+def test_two_steps_a_resume_and_two_steps_equal_four_steps_bit_for_bit(
+    kind: str, is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(small_states, "SMALLEST_SIZE", 1)
+    monkeypatch.setattr(small_states, "SMALLEST_BLOCK", 8)
     seed_all(7)
     backend, bundle = start(OPTIONS[kind])
+    assert any(name.endswith("_scale") for name in backend.state_dict()) == (kind == "8bit")
     steps(backend, bundle, range(2))
     checkpointer = Checkpointer(backend, str(tmp_path), is_async=is_async)
     checkpointer.save(2, {"next_rollout": 2, "config": {"lr": 0.1}}, 0.5)

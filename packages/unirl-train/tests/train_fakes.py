@@ -150,7 +150,7 @@ class DeferringBundle(TinyBundle):
 def make_backend(bundle: TinyBundle | None = None, *, lr: float = 1e-2, **options: object) -> FSDPBackend:
     """A backend on a tiny bundle."""
     make = backend_class()
-    return make(bundle or TinyBundle(), optimizer=OptimizerConfig(learning_rate=lr), **options)  # ty: ignore
+    return make(bundle or TinyBundle(), **{"optimizer": OptimizerConfig(learning_rate=lr), **options})  # ty: ignore
 
 
 def lora_config() -> LoraConfig:

@@ -32,6 +32,8 @@ CASES: Mapping[str, dict[str, Any]] = {
     "none": {},
     "full": {"fsdp": FSDPConfig(activation_checkpointing="full")},
     "selective": {"fsdp": FSDPConfig(activation_checkpointing="selective")},
+    "8bit": {"optimizer": OptimizerConfig(1e-3, states="8bit")},
+    "bf16": {"optimizer": OptimizerConfig(1e-3, states="bf16")},
     **{
         f"offload {how}": {"fsdp": FSDPConfig(activation_checkpointing=how, activation_offload=True)}
         for how in (False, "full", "selective")

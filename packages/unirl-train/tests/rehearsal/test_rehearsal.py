@@ -50,7 +50,8 @@ def knobs() -> Any:
 
 @pytest.mark.parametrize(
     ("knob", "of"),
-    [(name, "step") for name in ("full", "selective", "offload False", "offload full", "offload selective")],
+    [(name, "step") for name in ("full", "selective", "offload False", "offload full", "offload selective")]
+    + [(name, "state") for name in ("8bit", "bf16")],
 )
 def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> None:
     real, rehearsed = (knobs["none"][kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))

@@ -119,14 +119,17 @@ class _Estimate:
         sizes = self.sizes
         parts: dict[str, float] = {}
         lora = self.backend.get("lora")
+        master = _BYTES[str(self.fsdp.get("master_dtype", "fp32"))]
+        # A scale of four bytes per block of 256 besides.
+        moments = {"full": 2 * master, "8bit": 2 + 8 / 256, "bf16": 4}[self.backend.inner["optimizer"].get("states")]
         if lora is None:
-            parts["trained weights"] = self._sharded(sizes.trained * 4)
-            parts["gradients and Adam"] = self._sharded(sizes.trained * 12)
+            parts["trained weights"] = self._sharded(sizes.trained * master)
+            parts["gradients and Adam"] = self._sharded(sizes.trained * (master + moments))
             parts["copies"] = self._sharded(sizes.trained * 4 * self.num_copies())
         else:
             parts["model"] = self._sharded(sizes.trained * self._dtype_bytes)
             adapters = ADAPTED_LAYERS * sizes.blocks * sizes.experts * 2 * sizes.width * lora["rank"] / GB
-            parts["LoRA with Adam"] = self._sharded(adapters * (16 + 4 * self.num_copies()))
+            parts["LoRA with Adam"] = self._sharded(adapters * (2 * master + moments + 4 * self.num_copies()))
         return {**parts, **self.frozen()}
 
     def frozen(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from unirl.train.configs import LrSchedulerConfig
+from unirl.train.small_states import SmallStateAdamW
 from unirl.types.errors import ConfigError
 from unirl.types.training import AdamWImplementation, OptimizerConfig
 
@@ -53,11 +54,20 @@ def adamw_implementation(parameters: Sequence[nn.Parameter], asked: AdamWImpleme
     return "fused" if is_fusible else "foreach"
 
 
-def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW with its state already in place (zeros), so that a checkpoint has the same tensors at every step.
 
     One group of parameters for each mesh that they are sharded over, since a kernel takes those of one.
     """
+    if config.states != "full":
+        return SmallStateAdamW(
+            parameters,
+            states=config.states,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        )
     implementation = adamw_implementation(parameters, config.implementation)
     of_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -82,7 +92,7 @@ def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> t
     return optimizer
 
 
-def move_optimizer(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move the state of an optimizer of `make_adamw`; a step count that lives on the host stays there."""
     is_fused = bool(optimizer.param_groups[0]["fused"])
     for parameter, state in optimizer.state.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from unirl.types.bounds import Bounds, NonNegative, bounded
 from unirl.types.errors import ConfigError
@@ -18,6 +18,7 @@ the policy, and modules that an algorithm trains with it."""
 OFFLOADABLE: tuple[Offloadable, ...] = ("weights", "optimizer")
 
 AdamWImplementation = Literal["auto", "fused", "foreach", "loop"]
+OptimizerStates = Literal["full", "8bit", "bf16"]
 
 
 @bounded("optimizer")
@@ -33,8 +34,19 @@ class OptimizerConfig:
     implementation: AdamWImplementation = "auto"
     """One kernel for all parameters ("fused"), one per operation ("foreach"), or one per parameter ("loop").
     "auto" takes the first of these that the parameters allow."""
+    states: OptimizerStates = "full"
+    """How both moments are kept: in the dtype of the parameters ("full"), as codes of 8 bits with a scale per block
+    ("8bit"), or in bfloat16, rounded at random ("bf16"). With the latter two bfloat16 parameters are rounded at random
+    too, so that small updates add up."""
 
     def __post_init__(self) -> None:
+        if self.states not in get_args(OptimizerStates):
+            raise ConfigError(f"optimizer.states = {self.states!r} must be full, 8bit or bf16")
+        if self.states != "full" and self.implementation != "auto":
+            raise ConfigError(
+                f"optimizer.implementation = {self.implementation!r} is a form of torch's AdamW, which keeps full "
+                f"states. Set optimizer.implementation: auto, or states: full instead of {self.states}."
+            )
         betas = tuple(self.betas)
         object.__setattr__(self, "betas", betas)
         if len(betas) != 2:

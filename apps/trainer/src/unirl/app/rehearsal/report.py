@@ -27,7 +27,7 @@ KNOBS: Mapping[str, Mapping[str, str]] = {
 """What makes a category smaller in one phase."""
 ALWAYS: Mapping[str, str] = {
     SAMPLES: "batch_size lower, or engine.media_bits=8",
-    OPTIMIZER: "more devices, or parts/train=lora",
+    OPTIMIZER: "backend.optimizer.states=8bit, more devices, or parts/train=lora",
     GRADIENTS: "more devices, or parts/train=lora",
     COPIES: "more devices, or parts/train=lora",
     ENGINE: "residency.sleep_engine=true, the engine's share of the memory lower, or parts/layout=separate",
