@@ -165,6 +165,16 @@ def findings(name, *overrides):
             "engine.sleep_level = 2 does nothing while the engine never sleeps",
         ),
         (
+            "sd3/sglang",
+            ["+backend.lora.base=nf4"],
+            "backend.lora.base: nf4 quantises the model that trains, and engine (SGLangDiffusionEngine) samples",
+        ),
+        (
+            "sd3/grpo",
+            ["+backend.lora.base=nf4", "backend._target_=unirl.train.backend.veomni.VeOmniBackend"],
+            "backend.lora.base: nf4 is not for VeOmniBackend. Take unirl.train.backend.fsdp.FSDPBackend",
+        ),
+        (
             VLLM,
             ["+backend.fsdp.cpu_offload=true"],
             "residency.offload_optimizer: true does nothing with backend.fsdp.cpu_offload, which keeps them in",

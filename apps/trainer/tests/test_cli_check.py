@@ -263,6 +263,10 @@ MISTAKES = [
         {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "activation_offload": True}},
         "backend.fsdp.activation_offload does nothing with device: cpu",
     ),
+    (
+        {"backend.optimizer.states": "8bit", "backend.optimizer.implementation": "fused"},
+        "optimizer.implementation = 'fused' is a form of torch's AdamW",
+    ),
     ({"eval.policy": "ema"}, "eval.policy = 'ema' is not kept by this recipe; there are default. Set backend.ema"),
     ({"reward.scorers": {}}, "reward.scorers is empty"),
     ({"reward.weights": {"shape": 1.0}}, "reward.weights names ['shape'], reward.scorers ['shapes']"),

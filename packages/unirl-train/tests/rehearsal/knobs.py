@@ -23,7 +23,7 @@ from unirl.rehearsal.mode import Rehearsal
 from unirl.train.backend import activation_offload
 from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.configs import FSDPConfig
+from unirl.train.configs import FSDPConfig, LoraConfig
 from unirl.types.devices import PRETEND
 from unirl.types.training import OptimizerConfig
 
@@ -32,6 +32,8 @@ CASES: Mapping[str, dict[str, Any]] = {
     "none": {},
     "full": {"fsdp": FSDPConfig(activation_checkpointing="full")},
     "selective": {"fsdp": FSDPConfig(activation_checkpointing="selective")},
+    "lora": {"lora": LoraConfig(rank=4, alpha=4.0)},
+    "nf4": {"lora": LoraConfig(rank=4, alpha=4.0, base="nf4")},
     "8bit": {"optimizer": OptimizerConfig(1e-3, states="8bit")},
     "bf16": {"optimizer": OptimizerConfig(1e-3, states="bf16")},
     **{

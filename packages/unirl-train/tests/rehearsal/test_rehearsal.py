@@ -51,11 +51,12 @@ def knobs() -> Any:
 @pytest.mark.parametrize(
     ("knob", "of"),
     [(name, "step") for name in ("full", "selective", "offload False", "offload full", "offload selective")]
-    + [(name, "state") for name in ("8bit", "bf16")],
+    + [("8bit", "state"), ("bf16", "state"), ("nf4", "update")],
 )
 def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> None:
-    real, rehearsed = (knobs["none"][kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))
-    assert real > 0.1 * knobs["none"]["real"][of]
+    without = knobs["lora" if knob == "nf4" else "none"]
+    real, rehearsed = (without[kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))
+    assert real > 0.1 * without["real"][of]
     assert rehearsed == pytest.approx(real, rel=0.1)
 
 

@@ -127,7 +127,10 @@ class _Estimate:
             parts["gradients and Adam"] = self._sharded(sizes.trained * (master + moments))
             parts["copies"] = self._sharded(sizes.trained * 4 * self.num_copies())
         else:
-            parts["model"] = self._sharded(sizes.trained * self._dtype_bytes)
+            # Codes of 4 bits, whole on every device, with a float32 scale per block of 64.
+            parts["model"] = (
+                sizes.trained * 0.5625 * GB if lora.get("base") else self._sharded(sizes.trained * self._dtype_bytes)
+            )
             adapters = ADAPTED_LAYERS * sizes.blocks * sizes.experts * 2 * sizes.width * lora["rank"] / GB
             parts["LoRA with Adam"] = self._sharded(adapters * (2 * master + moments + 4 * self.num_copies()))
         return {**parts, **self.frozen()}
@@ -165,7 +168,12 @@ class _Estimate:
         device holds the model before it is sharded, its weights that train in float32."""
         dropped = self.run.engine.get("drop_text_encoders") and self.bundle.get("text_encoder_device") != "cpu"
         text = {"text encoders before they are dropped": self.sizes.text * 2 * GB if dropped else 0.0}
-        if self.backend.abilities.get("reads_weights") and "defers_weights" in self.bundle.keywords:
+        is_quantised = bool((self.backend.get("lora") or {}).get("base"))
+        if (
+            self.backend.abilities.get("reads_weights")
+            and not is_quantised
+            and "defers_weights" in self.bundle.keywords
+        ):
             return {**self.weights(), **text}
         dtype = self._dtype_bytes if self.backend.get("lora") is not None else 4
         whole = self.gathered() if self.bundle.get("decoder_device") == "cpu" else self.sizes.trained * dtype * GB

@@ -100,6 +100,9 @@ class LoraConfig:
     """Must be 0: another mask for the anchor than for the update would make the ratio differ from one."""
     init: LoraInit = "gaussian"
     """Initial A: normal with standard deviation 1 / rank, or peft's default (Kaiming uniform). B starts at zero."""
+    base: Literal["nf4"] | None = None
+    """How frozen weights of linear layers in blocks are kept: "nf4" in 4 bits, whole on every device (QLoRA); None as
+    the bundle loads them. Engines with a copy of the model, and merged weights, are refused with it."""
 
     def __post_init__(self) -> None:
         if self.dropout != 0.0:

@@ -77,7 +77,9 @@ def build_model(plan: Policy, device: str, *, defers_weights: bool = False) -> B
 def build_policy(plan: Policy, device: str) -> BuiltPolicy:
     """Build one trained policy. Its algorithms are not prepared yet."""
     found = components(PolicySections)
-    model = build_model(plan, device, defers_weights=bool(plan.backend.abilities.get("reads_weights", False)))
+    # Weights that are quantised are read whole first.
+    is_read = plan.backend.abilities.get("reads_weights", False) and not (plan.backend.get("lora") or {}).get("base")
+    model = build_model(plan, device, defers_weights=bool(is_read))
     bundle, pipelines = model.bundle, model.pipelines
     backend = build_part(plan.backend, found["backend"], {"bundle": bundle, "device": device})
     of_track = {track: pipelines[name] for track in plan.algorithms for name in [plan.pipeline_name(track)]}

@@ -21,6 +21,7 @@ from unirl.train.backend.wrap import (
 )
 from unirl.train.configs import FSDPConfig, LoraConfig
 from unirl.train.lora import inject_lora, is_empty
+from unirl.train.nf4 import quantise_frozen
 from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
@@ -84,6 +85,8 @@ def prepare_parameters(
         parameter.data = parameter.data.to(device)
     keep_in(trainable, dtype_named(config.master_dtype, "fsdp.master_dtype"))
     check_frozen_dtype(modules.items(), config.param_dtype)
+    if lora is not None and lora.base == "nf4":
+        quantise_frozen({name: find_blocks(name, module, bundle.block_class_names) for name, module in modules.items()})
     if dist.is_initialized() and dist.get_world_size() > 1:
         for parameter in filled:
             dist.broadcast(parameter.data, src=0)

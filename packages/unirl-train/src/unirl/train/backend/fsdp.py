@@ -129,7 +129,15 @@ class FSDPBackend:
         self._state = TrainState(self._parameters, self._optimizer, self.policies, self._auxiliary)
         self.progress = self._state.progress
         """How far training is; a state that is loaded brings its own."""
-        self.weight_source = PolicyWeights(self._modules, self.policies, self.progress, adapter, self._reshard, parts)
+        self.weight_source = PolicyWeights(
+            self._modules,
+            self.policies,
+            self.progress,
+            adapter,
+            self._reshard,
+            parts,
+            is_quantised=lora is not None and lora.base is not None,
+        )
         """Weights of the policies for engines and exports."""
         self._offloaded: set[Offloadable] = set()
 

@@ -76,6 +76,20 @@ def kept_reference_has_a_use(own: Part, run: Run) -> Messages:
         yield f"{own.at}.keep_reference: true does nothing with {at}.kl_coef = 0. Remove it."
 
 
+def quantised_base_is_sampled_where_it_trains(own: Part, run: Run) -> Messages:
+    """Weights in 4 bits are those of the model that trains: an engine with a copy has others, and other log-probs."""
+    if not (own.get("lora") or {}).get("base"):
+        return
+    policy = run.policy_of(own)
+    for stage in run.stages:
+        if stage.policy == policy.name and stage.engine.abilities.get("has_own_weights"):
+            yield (
+                f"{own.at}.lora.base: {own.get('lora')['base']} quantises the model that trains, and "
+                f"{stage.engine.at} ({stage.engine.name}) samples with a copy that is not. Set {own.at}.lora.base: "
+                "null, or sample with unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
+            )
+
+
 def lora_targets_exist(own: Part, run: Run, machine: Machine) -> Messages:
     """Every layer that the recipe names for LoRA is in a checkpoint of this machine, by the names of its weights."""
     targets, bundle = (own.get("lora") or {}).get("target_modules"), run.policy_of(own).bundle
@@ -106,5 +120,10 @@ def _trainable_weights(bundle: Part) -> Iterator[str]:
                 return  # loading it says what is wrong
 
 
-RULES = (device_options_fit, sharding_suits_the_device, kept_reference_has_a_use)
+RULES = (
+    device_options_fit,
+    sharding_suits_the_device,
+    kept_reference_has_a_use,
+    quantised_base_is_sampled_where_it_trains,
+)
 MACHINE_RULES = (lora_targets_exist,)

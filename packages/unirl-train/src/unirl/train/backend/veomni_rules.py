@@ -32,5 +32,15 @@ def veomni_is_installed(own: Part, run: Run, machine: Machine) -> Messages:
         yield f"{own.at}: {problem}"
 
 
-RULES = ()
+def base_is_whole(own: Part, run: Run) -> Messages:
+    """VeOmni shards weights, and codes are whole on every device."""
+    del run
+    if (own.get("lora") or {}).get("base"):
+        yield (
+            f"{own.at}.lora.base: {own.get('lora')['base']} is not for {own.name}. Take "
+            "unirl.train.backend.fsdp.FSDPBackend, or set it to null."
+        )
+
+
+RULES = (base_is_whole,)
 MACHINE_RULES = (veomni_is_installed,)

@@ -30,6 +30,7 @@ class PolicyWeights:
 
     modules: by component. adapter: of LoRA, None for full fine-tuning. before_reading: called before frozen weights are
     read (sharding drops stale gathered copies). parts: of stacks, which engines know by their parts (StacksWeights).
+    is_quantised: frozen weights are codes, so that adapters alone can be read; ConfigError for all else.
     Every rank calls every method: sharded tensors are gathered.
     """
 
@@ -41,7 +42,10 @@ class PolicyWeights:
         adapter: AdapterConfig | None,
         before_reading: Callable[[], None],
         parts: Mapping[str, PublishedParts] | None = None,
+        *,
+        is_quantised: bool = False,
     ) -> None:
+        self._is_quantised = is_quantised
         self._parts = {} if parts is None else parts
         self._modules = modules
         self._policies = policies
@@ -63,6 +67,7 @@ class PolicyWeights:
 
     def weight_shapes(self, component: str | None = None) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of `weights`, by its name in the model's checkpoint, without moving one."""
+        self._require_whole_weights()
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for name, module in self._chosen(component).items():
             names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
@@ -79,6 +84,7 @@ class PolicyWeights:
 
         Raises ContractError for an unknown policy or component.
         """
+        self._require_whole_weights()
         chosen = self._chosen(component)
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
@@ -89,6 +95,7 @@ class PolicyWeights:
 
     def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:
         """See WeightSource. Shape and dtype are those of the tensor, of which this rank has rows [start, stop)."""
+        self._require_whole_weights()
         found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]] = {}
         for component, module in self._modules.items():
             names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
@@ -102,6 +109,7 @@ class PolicyWeights:
 
     def shards(self, policy: str | None = None) -> Iterator[WeightShard]:
         """See WeightSource. Raises ContractError for an unknown policy."""
+        self._require_whole_weights()
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
         for component, module in self._modules.items():
@@ -136,6 +144,13 @@ class PolicyWeights:
             raise ConfigError("there is no adapter to push: set backend.lora, or push full weights")
         return self._adapter
 
+    def _require_whole_weights(self) -> None:
+        if self._is_quantised:
+            raise ConfigError(
+                "lora.base = 'nf4' keeps frozen weights as codes, into which no adapter is merged. Push or export the "
+                "adapters alone, and merge them into the published weights."
+            )
+
     def _published(self, component: str, plain: str) -> Iterable[tuple[str, tuple[int, slice] | None]]:
         """Published names of a tensor, and where each lies in it: None of one that is published as it is."""
         parts = self._parts.get(f"{component}.{plain}")
@@ -165,6 +180,7 @@ class PolicyWeights:
 
         tally: is told of every weight that an adapter was merged into. Raises ContractError for an unknown policy.
         """
+        self._require_whole_weights()
         values = self._policies.values(policy)
         self._before_reading()
         dtype = torch.float32 if in_float32 else None
