@@ -17,6 +17,8 @@ from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
+from unirl.data.datasets import read_rows
+from unirl.data.pairs import read_pairs
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
 
@@ -148,6 +150,14 @@ def test_of_several_stages_each_track_has_its_own_work(tmp_path: Path) -> None:
     works = share_of(checked("pe/pe_trainside_pickscore"), tmp_path).works
     # One prompt of a rank: four texts, eight images of each.
     assert works == {"text": Work(4, 4, 2), "image": Work(32, 32, 4)}
+
+
+def test_preferences_get_pairs_of_images_and_evaluations_prompts_alone(tmp_path: Path) -> None:
+    run = share_of(checked("sd3/dpo"), tmp_path).run
+    (row, *_) = read_pairs(run.data.get("path"), size=(512, 512))
+    assert len(row.metadata["images"]) == 2
+    assert run.evaluation is not None
+    assert not any(row.metadata for row in read_rows(run.evaluation.get("prompts")))
 
 
 def test_ranks_that_share_samples_each_rehearse_those_of_their_group(tmp_path: Path) -> None:

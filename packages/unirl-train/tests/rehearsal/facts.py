@@ -71,6 +71,9 @@ def memory(mode: Rehearsal) -> dict[str, int]:
     found = {}
     with torch.device(PRETEND):
         model = nn.Linear(100, 100, bias=False)
+        counter = nn.BatchNorm1d(1).num_batches_tracked  # made by torch.tensor without a device
+    found["counter of batches"] = counter is not None and counter.device.type == PRETEND
+    del counter
     found["there"] = mode.ledger.device_bytes
     model.to("cpu")
     found["away"], found["host"] = mode.ledger.device_bytes, mode.ledger.alive[HOST]

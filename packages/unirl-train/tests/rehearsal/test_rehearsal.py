@@ -90,6 +90,7 @@ def test_tensors_of_two_devices_do_not_mix(facts: Any) -> None:
 def test_a_module_that_leaves_the_device_counts_as_the_hosts(facts: Any) -> None:
     size = 4 * 100 * 100
     assert facts["memory"] == {
+        "counter of batches": True,
         "there": size,
         "away": 0,
         "host": size,

@@ -204,12 +204,11 @@ class LocalScorer(ABC):
         ]
         values = {key: torch.cat([values_b[key] for values_b in found]) for key in self._keys()}
         rewards_B = self._reward(values).float()
-        wrong = {
-            request.sample_ids[row]: f"its value is {rewards_B[row].item()}"
-            for row in (~rewards_B.isfinite()).nonzero().flatten().tolist()
-        }
-        if wrong:
-            raise RewardError(describe_failures(self.name, wrong))
+        is_finite_B = rewards_B.isfinite()
+        if not is_finite_B.all():
+            wrong = (~is_finite_B).nonzero().flatten().tolist()
+            reasons = {request.sample_ids[row]: f"its value is {rewards_B[row].item()}" for row in wrong}
+            raise RewardError(describe_failures(self.name, reasons))
         return rewards_B.to(device_of(request))
 
     def _check_ready(self, request: RewardRequest) -> None:

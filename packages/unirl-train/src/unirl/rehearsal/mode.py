@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -311,6 +312,7 @@ class Rehearsal(TorchDispatchMode):
             is_list = isinstance(data, list | tuple)
             return build([_number(each) for each in data] if is_list else data, *args, **kwargs)
 
+        _device_constructors()  # keeps what it finds first, which must be torch's own functions
         module = torch.get_device_module(PRETEND)
         self._patch(torch.accelerator, "current_stream", module.current_stream)
         self._patch(FakeTensor, "tolist", listed)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import wave
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from unirl.datasets.catalog import set_of
+from unirl.types.preference import IMAGES, SCORES
 
 TEXTS = [f"a picture of {number} red kites over a grey sea, seen from a small boat" for number in range(64)]
 IMAGE_SIZE = 1024
@@ -19,8 +20,17 @@ SOUND_RATE, SOUND_S = 16_000, 10
 """Samples per second, and seconds of a sound."""
 
 
-def write_prompts(data: Mapping[str, Any], folder: Path, num_frames: int) -> dict[str, Any]:  # Any: a recipe's values
-    """The section `data` of a rehearsal. num_frames: of the videos that prompts bring."""
+def write_prompts(
+    data: Mapping[str, Any],  # Any: a recipe's values
+    folder: Path,
+    num_frames: int,
+    pair_size: tuple[int, int] | None,
+) -> dict[str, Any]:
+    """The section `data` of a rehearsal.
+
+    num_frames: of the videos that prompts bring. pair_size: (height, width) of the images of a preference, for sets of
+    them.
+    """
     path = Path(str(data["path"])).expanduser()
     if path.exists():
         return dict(data)
@@ -29,14 +39,30 @@ def write_prompts(data: Mapping[str, Any], folder: Path, num_frames: int) -> dic
         {"modality": modality, "role": role, "uri": _write(modality, role, folder, num_frames)}
         for modality, role in (() if known is None else known.media)
     ]
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in _rows(media)), encoding="utf-8")
+    own: dict[str, Any] = {"media": media} if media else {}
+    if pair_size is not None:
+        own = {IMAGES: _write_pair(folder, pair_size), SCORES: [1, 0]}
+    file = _write_rows(folder / "prompts.jsonl", own)
     return {**{key: value for key, value in data.items() if key != "split"}, "path": str(file)}
 
 
-def _rows(media: list[dict[str, str]]) -> Iterator[dict[str, Any]]:  # Any: JSON
-    for text in TEXTS:
-        yield {"prompt": text, **({"media": media} if media else {})}
+def eval_prompts(data: Mapping[str, Any], folder: Path, *, brings_images: bool) -> str:  # Any: as above
+    """The prompts of an evaluation: those of `data`, where these bring no images."""
+    return str(_write_rows(folder / "eval.jsonl", {}) if brings_images else data["path"])
+
+
+def _write_rows(file: Path, own: Mapping[str, Any]) -> Path:  # Any: JSON
+    """Write a row for each text, with values that all rows have."""
+    file.write_text("".join(json.dumps({"prompt": text, **own}) + "\n" for text in TEXTS), encoding="utf-8")
+    return file
+
+
+def _write_pair(folder: Path, size: tuple[int, int]) -> list[str]:
+    """Make two images; returns their names in the folder."""
+    names = ["chosen.png", "rejected.png"]
+    for name, colour in zip(names, ("white", "black"), strict=True):
+        Image.new("RGB", size[::-1], colour).save(folder / name)
+    return names
 
 
 def _write(modality: str, role: str, folder: Path, num_frames: int) -> str:

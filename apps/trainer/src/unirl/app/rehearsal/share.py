@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.app.memory import scorer_bytes, trained_steps
-from unirl.app.rehearsal.prompts import write_prompts
+from unirl.app.rehearsal.prompts import eval_prompts, write_prompts
 from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
@@ -114,8 +114,11 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         recipe["residency"] = {key: residency[key] for key in residency if key not in APART_ONLY}
     folder.mkdir(parents=True, exist_ok=True)
     frames = max(stage.sampling.get("num_frames", 1) for stage in run.stages)
-    recipe["data"] = write_prompts(recipe["data"], folder, frames)
-    evaluated = _evaluate_one_forward(recipe, run, next(iter(works.values())), num_ranks)
+    size = run.stages[0].sampling.get("height"), run.stages[0].sampling.get("width")
+    brings_images = bool(run.data.ability("brings_images"))
+    recipe["data"] = write_prompts(recipe["data"], folder, frames, size if brings_images else None)
+    prompts_of_eval = eval_prompts(recipe["data"], folder, brings_images=brings_images)
+    evaluated = _evaluate_one_forward(recipe, prompts_of_eval, run, next(iter(works.values())), num_ranks)
     for at, bundle in _bundles(recipe):
         source = bundle.get("pretrained_model")
         if not Path(str(source)).is_dir():
@@ -226,7 +229,7 @@ def _sample_directly(recipe: Recipe, stage: Stage, work: Work) -> None:
         policy.pop("sync", None)
 
 
-def _evaluate_one_forward(recipe: Recipe, run: ComposedRun, work: Work, num_ranks: int) -> float:
+def _evaluate_one_forward(recipe: Recipe, path: str, run: ComposedRun, work: Work, num_ranks: int) -> float:
     """Let the evaluation sample as many prompts as one forward takes; returns the fraction of this rank's samples."""
     if run.evaluation is None:
         return 0.0
@@ -234,7 +237,7 @@ def _evaluate_one_forward(recipe: Recipe, run: ComposedRun, work: Work, num_rank
     num = min(run.engine.get("forward_batch_size") or work.num_made, of_rank)
     left_out = ("pass_at", "pass_samples", "pass_prompts", "without_writer")
     kept = {key: value for key, value in run.evaluation.node.items() if key not in left_out}
-    recipe["eval"] = {**kept, "prompts": recipe["data"]["path"], "num_samples": num, "batch_size": num}
+    recipe["eval"] = {**kept, "prompts": path, "num_samples": num, "batch_size": num}
     return num / of_rank
 
 
