@@ -265,7 +265,18 @@ MISTAKES = [
     ),
     (
         {"backend.optimizer.states": "8bit", "backend.optimizer.implementation": "fused"},
-        "optimizer.implementation = 'fused' is a form of torch's AdamW",
+        "backend.optimizer.implementation = 'fused' is a form of torch's AdamW",
+    ),
+    (
+        {
+            "device": "cuda",
+            "backend.fsdp": {
+                "_target_": "unirl.train.configs.FSDPConfig",
+                "activation_offload": True,
+                "compile": True,
+            },
+        },
+        "backend.fsdp.activation_offload moves nothing of compiled blocks",
     ),
     ({"eval.policy": "ema"}, "eval.policy = 'ema' is not kept by this recipe; there are default. Set backend.ema"),
     ({"reward.scorers": {}}, "reward.scorers is empty"),

@@ -76,6 +76,29 @@ def kept_reference_has_a_use(own: Part, run: Run) -> Messages:
         yield f"{own.at}.keep_reference: true does nothing with {at}.kl_coef = 0. Remove it."
 
 
+def form_of_the_optimizer_is_for_its_states(own: Part, run: Run) -> Messages:
+    """Forms of torch's AdamW are for full states. The class refuses the rest too, once it is made."""
+    del run
+    optimizer = own.get("optimizer") or {}
+    form, states = optimizer.get("implementation", "auto"), optimizer.get("states", "full")
+    if states != "full" and form != "auto":
+        yield (
+            f"{own.at}.optimizer.implementation = {form!r} is a form of torch's AdamW, which keeps full states. Set "
+            f"implementation: auto, or states: full instead of {states}."
+        )
+
+
+def offloaded_blocks_are_not_compiled(own: Part, run: Run) -> Messages:
+    """Nothing is moved of compiled blocks. The class refuses both too, once it is made."""
+    del run
+    fsdp = own.get("fsdp") or {}
+    if fsdp.get("activation_offload") and fsdp.get("compile"):
+        yield (
+            f"{own.at}.fsdp.activation_offload moves nothing of compiled blocks. Set it or {own.at}.fsdp.compile to "
+            "false."
+        )
+
+
 def quantised_base_is_sampled_where_it_trains(own: Part, run: Run) -> Messages:
     """Weights in 4 bits are those of the model that trains: an engine with a copy has others, and other log-probs."""
     if not (own.get("lora") or {}).get("base"):
@@ -124,6 +147,8 @@ RULES = (
     device_options_fit,
     sharding_suits_the_device,
     kept_reference_has_a_use,
+    form_of_the_optimizer_is_for_its_states,
+    offloaded_blocks_are_not_compiled,
     quantised_base_is_sampled_where_it_trains,
 )
 MACHINE_RULES = (lora_targets_exist,)
