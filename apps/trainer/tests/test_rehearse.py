@@ -180,7 +180,7 @@ def rehearsed(**parts: int) -> Rehearsed:
         works={"image": Work(num_samples=1, num_made=1, num_trained=1)},
         peaks={"train": Peak(sum(parts.values()), parts)},
         host_bytes=0,
-        flops={},
+        operators={},
         collectives={},
         reads={},
         cpu_s=0.0,

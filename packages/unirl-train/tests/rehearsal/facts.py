@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
+from unirl.rehearsal.operators import total_bytes
 from unirl.rehearsal.repeats import Repeats
 from unirl.train.backend.wrap import checkpoint_activations
 from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
@@ -136,6 +138,11 @@ def sharded(mode: Rehearsal) -> dict[str, Any]:
     }
 
 
+def _launches(mode: Rehearsal, phase: str) -> int:
+    """Calls that compute or write."""
+    return sum(times for call, times in mode.counts.operators[phase].items() if not call.is_free)
+
+
 def _exchanged() -> list[int]:
     """Counts for four ranks' experts that came from four ranks."""
     counts = torch.bincount(torch.randint(4, (8,), device=PRETEND), minlength=4)
@@ -153,6 +160,7 @@ def repeated(mode: Rehearsal) -> dict[str, Any]:
     with torch.no_grad():
         for name in ("run", "repeated"):
             mode.enter_phase(name)
+            before = mode.num_run
             if name == "run":
                 kept = [model(x) for _ in range(3)]
             else:
@@ -160,7 +168,8 @@ def repeated(mode: Rehearsal) -> dict[str, Any]:
                     kept = [model(x) for _ in range(3)]
             found[name] = {
                 "flops": mode.counts.flops[name],
-                "operators": mode.counts.num_operators[name],
+                "num_run": mode.num_run - before,
+                "launches": _launches(mode, name),
                 "peak": mode.ledger.peaks[name].num_bytes,
                 "shapes": [list(out.shape) for out in kept],
             }
@@ -204,6 +213,7 @@ def blocks(mode: Rehearsal) -> dict[str, Any]:
         for way in ("run", "repeated"):
             name = f"{kind} {way}"
             mode.enter_phase("other")
+            gc.collect()  # cycles of the model before would be freed at any time
             with torch.device(PRETEND):
                 model = Tower()
             if kind == "checkpointed":
@@ -214,7 +224,7 @@ def blocks(mode: Rehearsal) -> dict[str, Any]:
             fully_shard(model, mesh=mesh)
             x = torch.randn(8, 128, 64, device=PRETEND, requires_grad=True)
             mode.enter_phase(name)
-            before = mode.ledger.device_bytes
+            before, num_run = mode.ledger.device_bytes, mode.num_run
             with Blocks(Repeats(mode)).active([model] if way == "repeated" else []):
                 for _ in range(2):
                     model(x).sum().backward()
@@ -222,7 +232,9 @@ def blocks(mode: Rehearsal) -> dict[str, Any]:
                     model(x)
             found[name] = {
                 "flops": mode.counts.flops[name],
-                "operators": mode.counts.num_operators[name],
+                "num_run": mode.num_run - num_run,
+                "launches": _launches(mode, name),
+                "touched": total_bytes(mode.counts.operators[name]),
                 "peak": mode.ledger.peaks[name].num_bytes - before,
                 "sent": dict(mode.counts.collectives[name]),
                 "gradients": sorted(p for p, parameter in model.named_parameters() if parameter.grad is not None),
@@ -242,10 +254,32 @@ def left_in_a_list() -> int:
     return len(found)
 
 
+def calls(mode: Rehearsal) -> dict[str, Any]:
+    """Operations, bytes and how often, of operators that each read and write in another way."""
+    table = torch.empty(1000, 16, device=PRETEND)
+    one, two = torch.empty(4, 8, device=PRETEND), torch.empty(8, 2, device=PRETEND)
+    places = torch.tensor([1, 2, 3]).to(PRETEND)
+    mode.enter_phase("calls")
+    _ = one @ two
+    _ = one @ two
+    one.add_(1.0)
+    one.add_(2.0)
+    _ = one + one[:1].expand(4, 8)
+    one.t()
+    F.embedding(places, table)
+    return {call.name: [call.flops, call.num_bytes, times] for call, times in mode.counts.operators["calls"].items()}
+
+
 def main() -> None:
     """All of it."""
     found: dict[str, Any] = {}
-    for name, look in (("reads", reads), ("memory", memory), ("attention", attention), ("repeated", repeated)):
+    for name, look in (
+        ("reads", reads),
+        ("memory", memory),
+        ("attention", attention),
+        ("repeated", repeated),
+        ("calls", calls),
+    ):
         mode = Rehearsal()
         with mode:
             found[name] = look(mode)

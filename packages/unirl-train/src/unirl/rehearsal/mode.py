@@ -25,11 +25,11 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unirl.rehearsal.device import register_device
 from unirl.rehearsal.ledger import Ledger
+from unirl.rehearsal.operators import COLLECTIVES, Call, Calls, total_flops
 from unirl.types.devices import PRETEND, has_values
 
 aten = torch.ops.aten
@@ -46,7 +46,6 @@ RANDOM = frozenset(
     for overload in packet.overloads()
 )
 """Operators whose results have no values that mean anything here."""
-COLLECTIVES = ("c10d", "_c10d_functional")
 HERE = str(Path(__file__).parent)
 
 Value = Any  # Any: arguments and results of operators
@@ -56,14 +55,17 @@ Value = Any  # Any: arguments and results of operators
 class Counts:
     """What was computed, sent and read, by phase."""
 
-    flops: Counter[str] = field(default_factory=Counter)
-    """Floating-point operations."""
-    num_operators: Counter[str] = field(default_factory=Counter)
-    """On the device."""
+    operators: dict[str, Counter[Call]] = field(default_factory=dict)
+    """Calls on the device."""
     collectives: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes that each kind of collective gives or makes."""
     reads: Counter[str] = field(default_factory=Counter)
     """How often values of the device were read, by place in the code and not by phase."""
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Floating-point operations by phase."""
+        return {phase: total_flops(operators) for phase, operators in self.operators.items()}
 
 
 class Rehearsal(TorchDispatchMode):
@@ -76,9 +78,12 @@ class Rehearsal(TorchDispatchMode):
         self.counts = Counts()
         """Since the beginning, or since they were last replaced."""
         self.phase = "start"
+        self.num_run = 0
+        """Calls on the device that ran here; `counts` has those that were repeated too."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Values of small tensors that were made of tensors of the host."""
+        self._calls = Calls()
         self._moving = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -90,6 +95,10 @@ class Rehearsal(TorchDispatchMode):
     def collectives_of_phase(self) -> Counter[str]:
         """Bytes of this phase by kind, to add to."""
         return self.counts.collectives.setdefault(self.phase, Counter())
+
+    def operators_of_phase(self) -> Counter[Call]:
+        """Calls of this phase, to add to."""
+        return self.counts.operators.setdefault(self.phase, Counter())
 
     # What torch calls ------------------------------------------------------------------------------------------------
 
@@ -118,7 +127,7 @@ class Rehearsal(TorchDispatchMode):
             args = (args[0], [each for index in args[1] for each in self._all_places(index)])
             flat, spec = tree_flatten((args, named))
         out = self._faked(func, args, named, flat, spec)
-        self._count(func, args, named, flat, out)
+        self._count(func, args, named, flat, spec, out)
         self._shadow(func, flat, spec, out)
         return out
 
@@ -256,14 +265,20 @@ class Rehearsal(TorchDispatchMode):
     # Counting --------------------------------------------------------------------------------------------------------
 
     def _count(
-        self, func: Value, args: tuple[Value, ...], named: dict[str, Value], flat: list[Value], out: Value
+        self,
+        func: Value,
+        args: tuple[Value, ...],
+        named: dict[str, Value],
+        flat: list[Value],
+        spec: TreeSpec,
+        out: Value,
     ) -> None:
         made = [value for value in tree_leaves(out) if isinstance(value, FakeTensor)]
         self.ledger.made(value for value in made if not has_values(value.device))
-        self.counts.num_operators[self.phase] += 1
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.counts.flops[self.phase] += formula(*args, **named, out_val=out)
+        if func.namespace == "prim":  # a question about a tensor
+            return
+        self.num_run += 1
+        self.operators_of_phase()[self._calls.of(func, args, named, flat, spec, out)] += 1
         if func.namespace in COLLECTIVES:
             tensors = [*made, *(value for value in flat if isinstance(value, Tensor))]
             largest = max((value.numel() * value.element_size() for value in tensors), default=0)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from unirl.algorithms.base import LossPart, MicroBatch, StageAlgorithm
 from unirl.rehearsal.mode import Rehearsal
+from unirl.rehearsal.operators import Call
 from unirl.types.devices import PRETEND
 
 NUM_RUN = 2
@@ -32,7 +33,7 @@ class Cost:
 
     peak: int
     """Most bytes above those before it."""
-    flops: int
+    operators: Counter[Call]
     collectives: dict[str, int]
 
 
@@ -46,8 +47,8 @@ class Repeats:
         """Results by what they depend on."""
         self._costs: dict[Value, Cost] = {}
         self._skips_training = False
-        self.flops: Counter[str] = Counter()
-        """Operations of the losses of each track, with their backward passes."""
+        self.noted: dict[str, Counter[Call]] = {}
+        """Calls of the losses of each track, with their backward passes, and of what else was `noting`."""
 
     @contextmanager
     def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
@@ -80,11 +81,13 @@ class Repeats:
 
     def _losses(self, track: str, algorithm: StageAlgorithm) -> Callable[[MicroBatch], Iterator[LossPart]]:
         losses = algorithm.losses
-        mode = self.mode
 
         def run(micro: MicroBatch) -> Iterator[LossPart]:
+            with self.noting(track):
+                yield from parts_of(micro)
+
+        def parts_of(micro: MicroBatch) -> Iterator[LossPart]:
             left, parts = algorithm.num_terms(micro.track), losses(micro)
-            before = mode.counts.flops[mode.phase]
             cost: Cost | None = None
             sizes: list[int] = []
             while True:
@@ -104,7 +107,6 @@ class Repeats:
                         part = next(parts)
                         yield part
                 except StopIteration:
-                    self.flops[track] += mode.counts.flops[mode.phase] - before
                     return
                 finally:
                     self._skips_training = False
@@ -113,6 +115,13 @@ class Repeats:
                 del part
 
         return run
+
+    @contextmanager
+    def noting(self, name: str) -> Generator[None]:
+        """The calls of what runs within it are kept under this name too."""
+        with self.watched() as found:
+            yield
+        self.noted.setdefault(name, Counter()).update(found[0].operators)
 
     @contextmanager
     def repeated(self, times: int) -> Generator[None]:
@@ -131,12 +140,12 @@ class Repeats:
     def watched(self) -> Generator[list[Cost]]:
         """A list to which the cost of what runs within it is added at the end."""
         mode, found = self.mode, list[Cost]()
-        flops, moved = mode.counts.flops[mode.phase], dict(mode.collectives_of_phase())
+        before, moved = Counter(mode.operators_of_phase()), dict(mode.collectives_of_phase())
         with mode.ledger.watched() as watch:
             yield found
         now = mode.collectives_of_phase()
         passed = {name: now[name] - moved.get(name, 0) for name in now if now[name] != moved.get(name, 0)}
-        found.append(Cost(watch.peak, mode.counts.flops[mode.phase] - flops, passed))
+        found.append(Cost(watch.peak, mode.operators_of_phase() - before, passed))
 
     def count(self, cost: Cost) -> None:
         """Count something that is not run again."""
@@ -144,9 +153,11 @@ class Repeats:
         self._add(cost)
 
     def _add(self, cost: Cost, times: int = 1) -> None:
-        """Add operations and bytes sent."""
+        """Add calls and bytes sent."""
         mode = self.mode
-        mode.counts.flops[mode.phase] += times * cost.flops
+        now = mode.operators_of_phase()
+        for call, num in cost.operators.items():
+            now[call] += times * num
         for name, size in cost.collectives.items():
             mode.collectives_of_phase()[name] += times * size
 

@@ -6,8 +6,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from unirl.app.rehearsal.categories import (
     COPIES,
     GRADIENTS,
     OF_STATE,
+    OPTIMIZER,
     REWARD_MODELS,
     SAMPLES,
     TEXT_ENCODERS,
@@ -36,7 +37,8 @@ from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
-from unirl.rehearsal.repeats import Repeats
+from unirl.rehearsal.operators import Call, summed, total_flops
+from unirl.rehearsal.repeats import Repeats, replaced
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.optim import local_part
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
@@ -50,6 +52,7 @@ from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import ModelBundle
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
+from unirl.types.training import StepStats
 
 BETWEEN = ("other", "residency")
 """Phases in which nothing is computed."""
@@ -67,14 +70,19 @@ class Rehearsed:
     """Most bytes on the device by phase."""
     host_bytes: int
     """Most bytes of weights, states and activations that rested in host memory."""
-    flops: Mapping[str, int]
-    """By phase, of the whole share."""
+    operators: Mapping[str, Mapping[Call, float]]
+    """Calls by phase, of the whole share."""
     collectives: Mapping[str, Mapping[str, int]]
     """Bytes by phase and kind."""
     reads: Mapping[str, int]
     """How often the device was read, by place in the code."""
     cpu_s: float
     notes: tuple[str, ...]
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """By phase, of the whole share."""
+        return {phase: total_flops(operators) for phase, operators in self.operators.items()}
 
     @property
     def most(self) -> str:
@@ -118,7 +126,7 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
         works=share.works,
         peaks=with_engines(peaks, run, share, step.weights, device_bytes) if share.apart else peaks,
         host_bytes=mode.ledger.host_peak,
-        flops=_scaled(step, share),
+        operators=_operators(step, share),
         collectives={
             phase: dict(found)
             for phase, found in step.counts.collectives.items()
@@ -142,8 +150,8 @@ class _Step:
     """Numbers in the models of each policy that samples."""
     counts: Counts
     """What the step computed and sent."""
-    flops_of_tracks: Counter[str]
-    """Operations of the losses of each track."""
+    parts: Mapping[str, Counter[Call]]
+    """Calls of training: of the losses of each track, and of the optimizer's steps."""
 
 
 def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
@@ -184,6 +192,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         with (
             repeats.active(modules, _algorithms(share.run, runtime)),
             longest_texts(pipelines, repeats),
+            _noted_updates(backends, repeats),
             Blocks(repeats).active(everything),
         ):
             first = trainer.collector.collect(0).resp
@@ -216,7 +225,24 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
             name: sum(part.numel() for module in bundle.trainable_modules().values() for part in module.parameters())
             for name, bundle in bundles.items()
         }
-    return _Step(made_bytes, trained_bytes, weights, counts, repeats.flops)
+    return _Step(made_bytes, trained_bytes, weights, counts, repeats.noted)
+
+
+@contextmanager
+def _noted_updates(backends: Sequence[FSDPBackend], repeats: Repeats) -> Generator[None]:
+    """Within it the optimizer's steps count as a part of training."""
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(replaced(backend, "optimizer_step", _noted(backend.optimizer_step, repeats)))
+        yield
+
+
+def _noted(step: Callable[[float], StepStats], repeats: Repeats) -> Callable[[float], StepStats]:
+    def run(max_grad_norm: float) -> StepStats:
+        with repeats.noting(OPTIMIZER):
+            return step(max_grad_norm)
+
+    return run
 
 
 def _labelled(mode: Rehearsal, resp: Held) -> int:
@@ -325,18 +351,15 @@ def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
     return Peak(peak.num_bytes + others, {**peak.parts, SAMPLES: peak.parts.get(SAMPLES, 0) + others})
 
 
-def _scaled(step: _Step, share: Share) -> dict[str, int]:
-    """The operations of all samples of this rank."""
-    flops = dict(step.counts.flops)
-    if "eval" in flops:
-        flops["eval"] = round(flops["eval"] / share.evaluated)
-    if "rollout" in flops:
-        flops["rollout"] = round(flops["rollout"] * share.root.num_samples / share.root.num_made)
-    if "train" in flops:
-        # What belongs to no track (copies of the policy before the updates) is scaled as the first one that trains.
-        works = {track: work for track, work in share.works.items() if work.num_trained}
-        times = {track: work.num_samples / work.num_trained for track, work in works.items()}
-        rest = flops["train"] - sum(step.flops_of_tracks.values())
-        own = sum(found * times[track] for track, found in step.flops_of_tracks.items())
-        flops["train"] = round(own + rest * next(iter(times.values())))
-    return flops
+def _operators(step: _Step, share: Share) -> dict[str, dict[Call, float]]:
+    """The calls of each phase of a step, for all samples of this rank."""
+    samples = share.root.num_samples / share.root.num_made
+    times = {"rollout": samples, "reward": samples, "eval": 1 / share.evaluated if share.evaluated else 1.0}
+    counted = step.counts.operators
+    found = {phase: summed([(calls, times.get(phase, 1.0))]) for phase, calls in counted.items()}
+    # Copies of the policy before the updates, which belong to no track, are scaled as the first one that trains.
+    tracks = {track: work.num_samples / work.num_trained for track, work in share.works.items() if work.num_trained}
+    scales = {**tracks, OPTIMIZER: share.updates}
+    rest = summed([(counted.get("train", {}), 1.0), *((part, -1.0) for part in step.parts.values())])
+    parts = [(part, scales[name]) for name, part in step.parts.items()]
+    return {**found, "train": summed([*parts, (rest, next(iter(tracks.values()), 1.0))])}

@@ -64,6 +64,8 @@ class Share:
     """Stages of the recipe whose engines have separate weights: the model that trains samples for them."""
     evaluated: float
     """Fraction of this rank's samples of an evaluation that are rehearsed, one forward; 0 without an evaluation."""
+    updates: float
+    """Updates of a rollout over those that are rehearsed."""
     pushes: bool
     """True if weights are gathered for an engine."""
     notes: tuple[str, ...]
@@ -135,6 +137,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         works=works,
         apart=apart,
         evaluated=evaluated,
+        updates=run.policy.stack.get("num_updates_per_batch", 1) / _num_updates(run.policy),
         pushes=any(policy.sync is not None for policy in run.policies.values()),
         notes=tuple(_notes(run, apart)),
     )
