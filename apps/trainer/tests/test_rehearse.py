@@ -182,6 +182,7 @@ def rehearsed(**parts: int) -> Rehearsed:
         host_bytes=0,
         operators={},
         collectives={},
+        times={},
         reads={},
         cpu_s=0.0,
         notes=(),

@@ -150,3 +150,5 @@ def test_calls_count_what_they_compute_read_and_write(facts: Any) -> None:
     assert found["aten.add.Tensor"] == [0, number * (32 + 8 + 32), 1]  # of an expanded tensor what is in memory
     assert found["aten.embedding.default"] == [0, 2 * number * 3 * 16, 1]  # not the whole table
     assert found["aten.t.default"][:2] == [0, 0]
+    assert "aten.mm.default" in found["on the host"]
+    assert found["flops"] == 2 * 2 * 4 * 8 * 2  # of the device alone

@@ -19,6 +19,7 @@ VERBS = {
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
     "rehearse": "one step at true size on a device that computes nothing: memory, FLOPs, bytes sent; no weights",
+    "plan": "how long a step takes on published devices, or on this machine: seconds by phase, from a rehearsal",
     "scale": "let members of a running run's served pools join or leave: scale RUN pool=N",
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
@@ -32,6 +33,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "values": ("check",),
     "all": ("check", "rehearse"),
     "fits": ("rehearse",),
+    "on": ("plan",),
     "memory": ("check",),
     "to": ("export",),
     "merged": ("export",),
@@ -39,7 +41,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
     "trust": ("run", "eval", "export"),
-    "output": ("eval", "bench", "compare", "conformance"),
+    "output": ("eval", "plan", "bench", "compare", "conformance"),
     "engines": ("conformance",),
     "against": ("conformance",),
     "jobs": ("compare",),
@@ -201,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="check: every packaged recipe; rehearse: every one of a real model"
     )
     parser.add_argument("--fits", metavar="80GB", help="rehearse: fail where a device of this size is too small")
+    parser.add_argument("--on", metavar="h100", help="plan: h100, h200, a100, mi300, 910b, or here: this machine")
     parser.add_argument(
         "--memory", action="store_true", help="check: what each phase takes of a GPU, estimated from published sizes"
     )
@@ -225,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="WHERE",
-        help="eval, bench, conformance: JSON file; compare: folder of runs and table",
+        help="eval, plan, bench, conformance: JSON file; compare: folder of runs and table",
     )
     parser.add_argument("--engines", metavar="A,B", help="conformance: these alone")
     parser.add_argument("--against", metavar="FILE", help="conformance: fail where a cell of this table got worse")

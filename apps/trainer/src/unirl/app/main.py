@@ -67,6 +67,7 @@ def _dispatch(command: Command) -> int:
         "check": verbs.check,
         "eval": verbs.evaluate,
         "rehearse": verbs.rehearse,
+        "plan": verbs.plan,
         "scale": verbs.scale,
         "export": verbs.export,
         "bench": verbs.bench,

@@ -148,6 +148,13 @@ def rehearse(command: Command) -> int:
     return rehearse_recipes(command)
 
 
+def plan(command: Command) -> int:
+    """Seconds of a step; returns the exit status."""
+    from unirl.app.plan.command import plan_recipe
+
+    return plan_recipe(command)
+
+
 def scale(command: Command) -> None:
     """Ask a run for other sizes of its served pools, which it takes over before its next rollout."""
     run_dir = Path(command.recipe).expanduser()

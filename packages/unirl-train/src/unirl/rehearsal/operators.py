@@ -55,6 +55,8 @@ class Call:
     """Read and written."""
     dtype: torch.dtype | None
     """What it computes in: that of its first tensor."""
+    is_on_host: bool = False
+    """True if all its tensors are in host memory: its operations do not count."""
 
     @property
     def name(self) -> str:
@@ -81,6 +83,8 @@ class Calls:
         flat: Sequence[Value],
         spec: TreeSpec,
         out: Value,
+        *,
+        is_on_host: bool = False,
     ) -> Call:
         """The call of an operator that gave `out`. flat, spec: its arguments as a tree."""
         if func.is_view or func.namespace in COLLECTIVES:
@@ -92,16 +96,16 @@ class Calls:
         described = tuple(_described(value) for value in flat)
         formula = flop_registry.get(func._overloadpacket)
         if formula is None:  # of numbers the kind is enough
-            key = func, tuple(each if isinstance(each, TensorShape) else type(each) for each in described)
+            key = is_on_host, func, tuple(each if isinstance(each, TensorShape) else type(each) for each in described)
         else:
-            key = func, str(spec), tuple(map(_hashable, described))
+            key = is_on_host, func, str(spec), tuple(map(_hashable, described))
         found = self._calls.get(key)
         if found is None:
-            flops = formula(*args, **kwargs, out_val=out) if formula is not None else 0
+            flops = formula(*args, **kwargs, out_val=out) if formula is not None and not is_on_host else 0
             num_bytes = _num_bytes(func, args, kwargs, out)
             shapes = [each for each in described if isinstance(each, TensorShape)]
             dtype = shapes[0].dtype if shapes else None
-            found = self._calls[key] = Call(func, described, spec, flops, num_bytes, dtype)
+            found = self._calls[key] = Call(func, described, spec, flops, num_bytes, dtype, is_on_host)
         return found
 
 

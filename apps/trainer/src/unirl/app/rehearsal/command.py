@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
 from unirl.app.command_line import Command
 from unirl.app.recipe import composed, settled
@@ -11,9 +12,13 @@ from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
 from unirl.app.rehearsal.report import limit_of, lines, verdict
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
+from unirl.config.runs import ComposedRun
 from unirl.rehearsal.mode import own_place
 from unirl.types.device_kinds import USUAL
 from unirl.types.errors import ConfigError, UniRLError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 WORLDS = "worlds/"
 """Recipes of small models that come with the trainer, which run on any machine."""
@@ -30,7 +35,7 @@ def rehearse_recipes(command: Command) -> int:
     failed = 0
     for name in names:
         try:
-            found = _rehearsed(command, name, device_bytes)
+            found = rehearsed(for_devices(composed(command, name)), device_bytes)
         except UniRLError as error:
             if not is_all:
                 raise
@@ -48,12 +53,15 @@ def rehearse_recipes(command: Command) -> int:
     return int(failed > 0)
 
 
-def _rehearsed(command: Command, name: str, device_bytes: float) -> Rehearsed:
-    """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
-    config = composed(command, name)
+def for_devices(config: DictConfig) -> ComposedRun:
+    """The checked run of a recipe; `device: auto` is a GPU, also on a machine without one."""
     if config.get("device") == "auto":
         config.device = USUAL
-    run = check_recipe(settled(config))
+    return check_recipe(settled(config))
+
+
+def rehearsed(run: ComposedRun, device_bytes: float) -> Rehearsed:
+    """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
     try:
         return rehearse(run, device_bytes)
     except UniRLError:

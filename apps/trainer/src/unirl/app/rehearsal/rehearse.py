@@ -73,7 +73,9 @@ class Rehearsed:
     operators: Mapping[str, Mapping[Call, float]]
     """Calls by phase, of the whole share."""
     collectives: Mapping[str, Mapping[str, int]]
-    """Bytes by phase and kind."""
+    """Bytes by phase and kind, of the samples that were made and trained on."""
+    times: Mapping[str, float]
+    """How often what was made stands in a step, by phase where it is not once."""
     reads: Mapping[str, int]
     """How often the device was read, by place in the code."""
     cpu_s: float
@@ -132,6 +134,7 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
             for phase, found in step.counts.collectives.items()
             if phase not in SAMPLING or len(share.apart) < len(share.run.stages)
         },
+        times=_times(share),
         reads=dict(step.counts.reads),
         cpu_s=time.process_time() - began,
         notes=share.notes,
@@ -353,13 +356,21 @@ def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
 
 def _operators(step: _Step, share: Share) -> dict[str, dict[Call, float]]:
     """The calls of each phase of a step, for all samples of this rank."""
-    samples = share.root.num_samples / share.root.num_made
-    times = {"rollout": samples, "reward": samples, "eval": 1 / share.evaluated if share.evaluated else 1.0}
+    times = _times(share)
     counted = step.counts.operators
     found = {phase: summed([(calls, times.get(phase, 1.0))]) for phase, calls in counted.items()}
     # Copies of the policy before the updates, which belong to no track, are scaled as the first one that trains.
-    tracks = {track: work.num_samples / work.num_trained for track, work in share.works.items() if work.num_trained}
-    scales = {**tracks, OPTIMIZER: share.updates}
+    scales = {**_times_of_tracks(share), OPTIMIZER: share.updates}
     rest = summed([(counted.get("train", {}), 1.0), *((part, -1.0) for part in step.parts.values())])
     parts = [(part, scales[name]) for name, part in step.parts.items()]
-    return {**found, "train": summed([*parts, (rest, next(iter(tracks.values()), 1.0))])}
+    return {**found, "train": summed([*parts, (rest, times["train"])])}
+
+
+def _times(share: Share) -> dict[str, float]:
+    samples = share.root.num_samples / share.root.num_made
+    found = {"rollout": samples, "reward": samples, "train": next(iter(_times_of_tracks(share).values()), 1.0)}
+    return found | ({"eval": 1 / share.evaluated} if share.evaluated else {})
+
+
+def _times_of_tracks(share: Share) -> dict[str, float]:
+    return {track: work.num_samples / work.num_trained for track, work in share.works.items() if work.num_trained}

@@ -1,0 +1,136 @@
+"""A plan as lines for people, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirl.app.plan.predict import MAKING, STEP, Seconds
+from unirl.app.plan.rates import ATTENTION_SHARE, MATRIX_SHARE, MEMORY_SHARE, Clock
+from unirl.app.rehearsal.rehearse import Rehearsed
+from unirl.config.placement import groups_of_run
+from unirl.config.runs import ComposedRun
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long the steps of a recipe take on one kind of device."""
+
+    recipe: str
+    device: str
+    peak_flops: float
+    num_ranks: int
+    """Devices that train."""
+    engine_devices: int
+    """Devices with engines that do not train; 0 where devices do both."""
+    num_samples: int
+    """Of a step, over all devices."""
+    phases: Mapping[str, Seconds]
+    """Of one device, with the rollout spread over the devices that sample."""
+    eval_interval: int
+    """Rollouts between evaluations; 0 without any."""
+
+    @property
+    def making_s(self) -> float:
+        """Seconds until samples have scores."""
+        return self._seconds(MAKING)
+
+    @property
+    def sync_s(self) -> float:
+        """Of a step whose phases wait for each other."""
+        return self._seconds(STEP)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Of a step during which the next samples are made, on other devices."""
+        return max(self.making_s, self._seconds(("train",))) + self._seconds(("push",))
+
+    @property
+    def most(self) -> str:
+        """The phase that takes longest."""
+        return max((phase for phase in self.phases if phase in STEP), key=lambda phase: self.phases[phase].wall_s)
+
+    def _seconds(self, phases: tuple[str, ...]) -> float:
+        return sum(self.phases[phase].wall_s for phase in phases if phase in self.phases)
+
+
+def plan_of(run: ComposedRun, found: Rehearsed, phases: Mapping[str, Seconds], clock: Clock) -> Plan:
+    """The plan of a run from its phases."""
+    train, *others = groups_of_run(run)
+    engines = [group for group in others if any(stage.at in group.holds for stage in run.stages)]
+    engine_devices = sum(len(group.devices) for group in engines)
+    spread = found.num_ranks / engine_devices if engine_devices else 1.0
+    placed = {name: each.times(spread) if name in ("rollout", "eval") else each for name, each in phases.items()}
+    root = next(iter(found.works.values()))
+    return Plan(
+        recipe=found.recipe,
+        device=clock.name,
+        peak_flops=clock.peak_flops,
+        num_ranks=found.num_ranks,
+        engine_devices=engine_devices,
+        num_samples=root.num_samples * found.num_ranks // max(run.policy.ranks_per_sample, 1),
+        phases=placed,
+        eval_interval=0 if run.evaluation is None else int(run.evaluation.get("interval") or 0),
+    )
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Seconds by phase, then what a step takes."""
+    devices = f"{plan.num_ranks} device{'s' if plan.num_ranks > 1 else ''}"
+    if plan.engine_devices:
+        devices += f" that train and {plan.engine_devices} that sample"
+    rate = plan.num_samples / plan.sync_s
+    yield f"{plan.recipe} on {devices}, {plan.device}: about {_s(plan.sync_s)} per step, {rate:.3g} samples per second"
+    for name, phase in plan.phases.items():
+        if name not in (*STEP, "eval"):
+            continue
+        mark = "  <- most" if name == plan.most else ""
+        used = phase.flops / plan.peak_flops / phase.wall_s
+        yield (
+            f"  {name:8} {_s(phase.wall_s):>8}: device {_s(phase.device_s)}, host {_s(phase.host_s)}, links "
+            f"{_s(phase.sent_s)}; {used:.2f} of the matrix rate, waits for the {phase.bound}{mark}"
+        )
+    if plan.eval_interval and "eval" in plan.phases:
+        share = plan.phases["eval"].wall_s / plan.eval_interval
+        yield f"  evaluations every {plan.eval_interval} rollouts add {_s(share)} per step"
+    if plan.engine_devices:
+        making, training = plan.making_s / plan.sync_s, plan.phases["train"].wall_s / plan.sync_s
+        yield f"  in sync, devices that sample work {making:.0%} of a step and those that train {training:.0%}"
+        waits = "training" if plan.making_s < plan.phases["train"].wall_s else "samples"
+        yield f"  with both at once {_s(plan.overlapped_s)} per step, which wait for {waits}"
+
+
+def assumptions(clock: Clock) -> Iterator[str]:
+    """What the seconds of a published device rest on."""
+    yield (
+        f"  taken: {MATRIX_SHARE:.0%} of the published rate in matrix products, {ATTENTION_SHARE:.0%} in attention, "
+        f"{MEMORY_SHARE:.0%} of the bandwidth, {clock.host_s * 1e6:.0f} us of the host per operator; eager code; the "
+        "host, the device and the links work at once"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
+    """The same for programs."""
+    return {
+        "recipe": plan.recipe,
+        "device": plan.device,
+        "devices": {"train": plan.num_ranks, "engine": plan.engine_devices},
+        "samples": plan.num_samples,
+        "step_s": plan.sync_s,
+        "overlapped_step_s": plan.overlapped_s if plan.engine_devices else None,
+        "phases": {
+            name: {
+                "wall_s": phase.wall_s,
+                "device_s": phase.device_s,
+                "host_s": phase.host_s,
+                "links_s": phase.sent_s,
+                "flops": phase.flops,
+            }
+            for name, phase in plan.phases.items()
+        },
+    }
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

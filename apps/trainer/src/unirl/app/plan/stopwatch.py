@@ -1,0 +1,137 @@
+"""Times single operators on this machine, with tensors of the shapes that a rehearsal noted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from unirl.app.meters import Meter
+from unirl.rehearsal.operators import Call, TensorShape
+from unirl.types.devices import has_values
+
+aten = torch.ops.aten
+FEWEST, MOST = 3, 50
+"""Timed runs of an operator."""
+CACHED_BYTES = 8 << 20
+"""What the nearest caches hold: arguments are as many copies, used in turn."""
+LEAST_S = 0.004
+"""Seconds after which an operator was timed long enough."""
+
+CAUSAL = 5
+"""Place of `is_causal` behind `out` in the efficient kernel's backward."""
+
+Value = Any  # Any: arguments of operators
+
+
+class Stopwatch:
+    """Seconds of calls on the device of a meter, each measured once."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._seconds: dict[Call, float] = {}
+        self.untimed = set[str]()
+        """Operators that this machine lacks; they take nothing."""
+
+    def seconds(self, call: Call) -> float:
+        """Median seconds of a call."""
+        if call not in self._seconds:
+            self._seconds[call] = 0.0 if call.is_free else self._measured(call)
+        return self._seconds[call]
+
+    def _measured(self, call: Call) -> float:
+        generator = torch.Generator().manual_seed(0)
+        device = self._meter.device
+        run = ON_CPU.get(call.func._overloadpacket, call.func) if device.type == "cpu" else call.func
+        several = [
+            tree_unflatten([_filled(value, generator, device) for value in call.arguments], call.spec)
+            for _ in range(1 + min(MOST, CACHED_BYTES // max(call.num_bytes, 1)))
+        ]
+        try:
+            with torch.no_grad():
+                return self._median_s([partial(run, *args, **kwargs) for args, kwargs in several])
+        except (NotImplementedError, RuntimeError, TypeError, IndexError):  # a kernel that this device lacks
+            self.untimed.add(call.name)
+            return 0.0
+
+    def _median_s(self, runs: Sequence[Callable[[], object]]) -> float:
+        """As within a program: arguments are not in the nearest cache, and results, which stay for a while, take memory
+        that the process has not touched yet."""
+        found: list[float] = []
+        kept: list[object] = [runs[0]()]
+        for run in itertools.islice(itertools.cycle(runs), 1, None):
+            with self._meter.measuring() as spent:
+                kept.append(run())
+            found.append(spent.seconds)
+            if len(found) >= MOST or (len(found) >= FEWEST and sum(found) >= LEAST_S):
+                break
+        return statistics.median(found)
+
+
+def _filled(value: Value, generator: torch.Generator, device: torch.device) -> Value:
+    if isinstance(value, torch.device):
+        return value if has_values(value) else device
+    if not isinstance(value, TensorShape):
+        return value
+    made = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=device)
+    whole = made.as_strided((_num_stored(value),), (1,))
+    if value.dtype.is_floating_point:
+        whole.copy_(torch.randn(whole.shape, generator=generator))
+    else:
+        whole.zero_()  # indices that are always there
+    return made
+
+
+def _num_stored(shape: TensorShape) -> int:
+    """Numbers between the first and the last element."""
+    if 0 in shape.size:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape.size, shape.stride, strict=True))
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, *_: Value, **named: Value) -> Value:
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, **named)
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    keeps: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    **named: Value,
+) -> Value:
+    own = aten._scaled_dot_product_flash_attention_for_cpu
+    return own(query, key, value, dropout, causal, attn_mask=bias, **named)
+
+
+def _efficient_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *rest: Value,
+    **named: Value,
+) -> Value:
+    own = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    logsumexp = query.new_zeros(query.shape[:3])  # the GPU's is padded
+    causal = len(rest) > CAUSAL and rest[CAUSAL]
+    return own(grad, query, key, value, out, logsumexp, 0.0, causal, attn_mask=bias, **named)
+
+
+ON_CPU: Mapping[Value, Callable[..., Value]] = {
+    aten._scaled_dot_product_flash_attention: _flash,
+    aten._scaled_dot_product_efficient_attention: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+}
+"""What the CPU has for kernels of a GPU."""
