@@ -43,6 +43,7 @@ def reads(mode: Rehearsal) -> dict[str, Any]:
         "largest": float(levels.max()),
         "written over": (levels.clone().mul_(x[0, 0])).tolist(),
         "masked": list(x[x > 0].shape),
+        "picked": levels[levels < 0.5].tolist(),
         "places": list((x > 0).nonzero().shape),
         "listed": _num_reads(mode, lambda: x.tolist()),
         "repeated": list(torch.arange(2, device=PRETEND).repeat_interleave(torch.tensor([3, 1]).to(PRETEND)).shape),

@@ -74,6 +74,7 @@ def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> N
     assert reads["places"] == [12, 2]
     assert reads["listed"] == 1
     assert reads["runs"] == [2, 5]
+    assert reads["picked"] == pytest.approx([0.2, 0.0])  # by a mask whose values are known
     assert reads["of a list"] == pytest.approx([0.9, 0.2])
     assert reads["repeated"] == [4]
     assert reads["counts"] == [3, 3, 2, 2]

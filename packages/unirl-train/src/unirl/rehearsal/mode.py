@@ -124,13 +124,14 @@ class Rehearsal(TorchDispatchMode):
         read = self._read(func, args, named)
         if read is not None:
             return read[0]
+        given = flat, spec
         if func is aten.index.Tensor and any(map(_is_mask, args[1])):
             self._record("a mask")
             args = (args[0], [each for index in args[1] for each in self._all_places(index)])
             flat, spec = tree_flatten((args, named))
         out = self._faked(func, args, named, flat, spec)
         self._count(func, args, named, flat, spec, out)
-        self._shadow(func, flat, spec, out)
+        self._shadow(func, *given, out)  # by masks as they were
         return out
 
     def _faked(

@@ -36,7 +36,8 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<|image_pad|>", "<|video_pad|>", "<|vision_s
 )
 """Ids before those of bytes, in the order that `configurations` takes them for granted."""
 CHAT = (
-    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% for m in messages %}{{ m['role'] }}: "  # an empty prompt has tokens too
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
