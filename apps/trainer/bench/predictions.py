@@ -71,13 +71,17 @@ def compared(recipe: str) -> Report:
     measured = report("bench", recipe, "--warmup", "1", "--repeats", "2")
     if "error" in measured:
         return {"recipe": recipe, "error": measured["error"]}
-    plan = report("plan", recipe)
+    variants = measured["variants"]
+    if tokens := variants.get("replay_tokens"):
+        mean, longest = math.ceil(tokens / variants["replay_samples"]), int(variants["replay_longest_tokens"])
+        plan = report("plan", recipe, f"sampling.max_new_tokens={longest}")
+        short = report("plan", recipe, f"sampling.max_new_tokens={mean}")
+        if "error" not in plan and "error" not in short:
+            plan["phases"]["train"] = short["phases"]["train"]
+    else:
+        plan = report("plan", recipe)
     if "error" in plan:
         return {"recipe": recipe, "error": plan["error"]}
-    if tokens := measured["variants"].get("replay_tokens"):
-        mean = math.ceil(tokens / measured["variants"]["replay_samples"])
-        short = report("plan", recipe, f"sampling.max_new_tokens={mean}")
-        plan["phases"]["train"] = short.get("phases", plan["phases"])["train"]
     found: Report = {"recipe": recipe}
     for phase in PHASES:
         found[phase] = (

@@ -207,6 +207,7 @@ def _text_variants(
     return {
         "replay_samples": float(segment.batch_size),
         "replay_tokens": float(segment.tokens.numel()),
+        "replay_longest_tokens": float(max(map(len, segment.unpack("tokens")))),
         **_side_by_side("packed", packed, "padded", padded, meter, repeats),
     }
 

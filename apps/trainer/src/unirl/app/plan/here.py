@@ -16,7 +16,7 @@ from unirl.rehearsal.operators import Call
 from unirl.types.devices import PRETEND
 
 NUM_TOKENS = 4
-"""Of a model so small that its time is the host's: the Python of a model library, autograd and dispatch."""
+"""Tokens for a model so small that its time is the host's: the Python of a model library, autograd and dispatch."""
 REPEATS = 5
 
 

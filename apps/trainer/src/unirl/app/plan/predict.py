@@ -21,9 +21,9 @@ class Seconds:
 
     device_s: float
     host_s: float
-    """Of starting its calls."""
+    """Time to start its calls."""
     sent_s: float
-    """Of its collectives."""
+    """Time of its collectives."""
     flops: float
     is_asynchronous: bool
 

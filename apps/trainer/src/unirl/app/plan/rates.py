@@ -17,7 +17,7 @@ class Clock(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the device."""
+        """Name of the device."""
         ...
 
     @property
@@ -45,11 +45,11 @@ class Clock(Protocol):
 
 
 MATRIX_SHARE = 0.8
-"""Of the published rate, what large matrix products reach."""
+"""Share of the published rate that large matrix products reach."""
 ATTENTION_SHARE = 0.45
 """The same of fused attention."""
 MEMORY_SHARE = 0.85
-"""Of the published bandwidth, what operators reach that only read and write."""
+"""Share of the published bandwidth that operators reach which only read and write."""
 KERNEL_S = 3e-6
 """The shortest kernel."""
 HOST_S = 26e-6
@@ -114,5 +114,5 @@ DEVICES: Mapping[str, Rates] = {
 def rates_of(name: str) -> Rates:
     """Raises ConfigError for another name."""
     if name not in DEVICES:
-        raise ConfigError(f"--on takes one of {', '.join(DEVICES)} or here, for this machine, not {name!r}.")
+        raise ConfigError(f"--on takes one of {', '.join(DEVICES)} or here (this machine), not {name!r}.")
     return DEVICES[name]

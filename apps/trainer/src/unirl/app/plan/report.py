@@ -25,9 +25,9 @@ class Plan:
     engine_devices: int
     """Devices with engines that do not train; 0 where devices do both."""
     num_samples: int
-    """Of a step, over all devices."""
+    """Samples of a step, over all devices."""
     phases: Mapping[str, Seconds]
-    """Of one device, with the rollout spread over the devices that sample."""
+    """Seconds of one device, with the rollout spread over the devices that sample."""
     eval_interval: int
     """Rollouts between evaluations; 0 without any."""
 
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def sync_s(self) -> float:
-        """Of a step whose phases wait for each other."""
+        """Seconds of a step whose phases wait for each other."""
         return self._seconds(STEP)
 
     @property
     def overlapped_s(self) -> float:
-        """Of a step during which the next samples are made, on other devices."""
+        """Seconds of a step during which the next samples are made, on other devices."""
         return max(self.making_s, self._seconds(("train",))) + self._seconds(("push",))
 
     @property
