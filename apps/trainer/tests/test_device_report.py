@@ -37,7 +37,12 @@ MEASURED: dict[str, Any] = {
         "gemm_flops_per_device_s": 1e14,
     },
 }
-REHEARSED = {"bytes": {"train": 10e9}, "flops": {"train": 3.1e12}, "notes": ["scores are drawn"]}
+REHEARSED = {
+    "bytes": {"train": 10e9},
+    "flops": {"train": 3.1e12},
+    "seconds": {"train": 2.1},
+    "notes": ["scores are drawn"],
+}
 PUSHED = {"megabytes": 63.0, "tensors": 30, "pushes": {"ipc": {"megabytes": 63.0, "seconds": 0.5}}}
 
 
@@ -61,12 +66,12 @@ def changed(**changes):
     return {**copy.deepcopy(MEASURED), **changes}
 
 
-def test_a_case_has_its_step_next_to_its_rehearsal_and_a_place_for_planned_seconds():
+def test_a_case_has_its_step_next_to_its_rehearsal_and_its_plan():
     found, commands = reported()
     assert passes(found) and found["pushes"] == PUSHED
     train = found["cases"]["one"]["phases"]["train"]
     assert (train["wall_s"], train["peak_bytes"], train["rehearsed_bytes"]) == (2.0, 9e9, 10e9)
-    assert (train["flops"], train["rehearsed_flops"], train["planned_s"]) == (3e12, 3.1e12, None)
+    assert (train["flops"], train["rehearsed_flops"], train["planned_s"]) == (3e12, 3.1e12, 2.1)
     assert found["cases"]["one"]["phases"]["other"]["rehearsed_bytes"] is None
     assert commands[1][-3:] == ["worlds/shapes/flowgrpo", "batch_size=4", "device=cpu"] == commands[2][-3:]
     json.dumps(found)
@@ -124,7 +129,7 @@ def test_what_no_time_is_left_for_is_said():
 
 def test_a_page_has_every_figure():
     text = page(reported()[0])
-    assert "| train | 2 | - | 9 G | 10 G | 3 T | 3.1 T | 0.2 |" in text
+    assert "| train | 2 | 2.1 | 9 G | 10 G | 3 T | 3.1 T | 0.2 |" in text
     assert "| other | 2 | - | - | - | - | - | 0.2 |" in text
     assert "| ipc | 63 | 0.5 | 126 |" in text
     assert "- Attention in sampling: aten._flash (3 calls)." in text
@@ -217,5 +222,6 @@ def test_one_command_reports_this_machine(tmp_path):
     train = found["cases"]["shapes"]["phases"]["train"]
     assert 0.97 < train["peak_bytes"] / train["rehearsed_bytes"] < 1.0
     assert 0.99 < train["flops"] / train["rehearsed_flops"] <= 1.0
+    assert train["planned_s"] > 0
     assert {"ipc", "files"} <= set(found["pushes"]["pushes"])
     assert (tmp_path / "out" / "report.md").read_text() == page(found)

@@ -202,7 +202,7 @@ def report(
 def joined(case: Case, words: Sequence[str], measured: Values, rehearsed: Values | None) -> Values:
     """A case as the report has it: phases of the step next to what the rehearsal says of them."""
     bench = measured["bench"]
-    expected = rehearsed or {"bytes": {}, "flops": {}}
+    expected = rehearsed or {"bytes": {}, "flops": {}, "seconds": {}}
     counted = measured.get("counted_bytes")
     phases = {}
     for name, phase in bench["phases"].items():
@@ -210,7 +210,7 @@ def joined(case: Case, words: Sequence[str], measured: Values, rehearsed: Values
         phases[name] = {
             "wall_s": phase["wall_s"],
             "device_s": phase["device_s"],
-            "planned_s": None,
+            "planned_s": expected["seconds"].get(name),
             "peak_bytes": peak,
             "rehearsed_bytes": expected["bytes"].get(name),
             "flops": phase["flops"],
