@@ -125,8 +125,8 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
             if key in ("routing/busiest_expert", "routing/aux_loss"):  # means of micro-batches, which differ in size
                 continue
             assert rank["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
-        # A rollout of four rows and a replay of twelve: a few units in the last place where products take other kernels.
-        # Texts are sampled token by token and replayed at once.
+        # A rollout of four rows and a replay of twelve: some units in the last place where products take other
+        # kernels. Texts are sampled token by token and replayed at once.
         assert rank["metrics"]["policy/first_ratio_max_abs_dev"] <= (3e-6 if name in TEXTS else 1e-6)
         assert torch.equal(rank["samples"], ranks[0]["samples"])
         assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
