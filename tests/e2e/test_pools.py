@@ -55,11 +55,12 @@ def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_w
     recipe["cluster"]["num_nodes"] = 2
     apart = on_two_nodes(recipe, tmp_path / "apart")
     own = {step: comparable(metrics) for step, metrics in together.items()}
-    of_machine = ("sync/seconds", "utilisation")
+    # A gap is measured by a replay, whose rows are other than a rollout's: products may take other kernels.
+    of_machine = ("sync/seconds", "utilisation", "sync/logprob_gap_max", "sync/logprob_gap_mean")
     for step, metrics in own.items():
         found = apart[str(step)]
         assert set(found) == set(metrics)
-        assert found["writer/sync/logprob_gap_max"] < 1e-4 and found["painter/sync/logprob_gap_max"] < 1e-4
+        assert found["writer/sync/logprob_gap_max"] < 1e-4 and found["painter/sync/logprob_gap_max"] < 1e-6
         different = {
             name: (value, found[name])
             for name, value in metrics.items()
