@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.train.configs import EMAConfig
-from unirl.train.optim import local_part
+from unirl.train.shards import local_part
 
 
 def ema_decay(step: int, config: EMAConfig) -> float:

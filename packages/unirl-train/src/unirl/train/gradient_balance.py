@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unirl.train.optim import local_part, summed_over_shards
+from unirl.train.optim import summed_over_shards
+from unirl.train.shards import local_part
 from unirl.types.devices import widened
 from unirl.types.protocols.training import TrainBackend
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from unirl.train.configs import LrSchedulerConfig
+from unirl.train.shards import local_part
 from unirl.train.small_states import SmallStateAdamW
 from unirl.types.errors import ConfigError
 from unirl.types.training import AdamWImplementation, OptimizerConfig
@@ -132,12 +133,6 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float) ->
     """Scale gradients in place so that their global norm, `norm`, becomes at most `max_norm`."""
     if norm > max_norm:
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], max_norm / norm)
-
-
-@torch.no_grad()
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _by_sharding(tensors: Sequence[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]]:

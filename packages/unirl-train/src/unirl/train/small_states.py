@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from unirl.train.shards import local_part
+
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32
 """Elements of a row that share a scale. A parameter whose rows divide into no such blocks keeps its moments whole."""
 SMALLEST_SIZE = 4096
@@ -143,9 +145,9 @@ class SmallStateAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         step = int(state["step"])
         order = _in_order(parameter)
-        local = {name: _local_of(value).permute(order).view(-1) for name, value in state.items() if name != "step"}
-        flat = _local_of(parameter.detach()).permute(order).view(-1)
-        grad = _local_of(gradient).permute(order).reshape(-1)
+        local = {name: local_part(value).permute(order).view(-1) for name, value in state.items() if name != "step"}
+        flat = local_part(parameter.detach()).permute(order).view(-1)
+        grad = local_part(gradient).permute(order).reshape(-1)
         block = block_of(parameter) if self._states == "8bit" else None
         block = 1 if block is None else block
         lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -201,7 +203,7 @@ def block_of(parameter: Tensor) -> int | None:
 
 def _zeros_by_block(parameter: nn.Parameter, block: int) -> Tensor:
     """float32 zeros [..., width / K], sharded as the parameter."""
-    local = _local_of(parameter)
+    local = local_part(parameter)
     shape = torch.Size((*local.shape[:-1], local.shape[-1] // block))
     made = torch.zeros(shape, dtype=torch.float32, device=local.device)
     if not isinstance(parameter, DTensor):
@@ -214,13 +216,9 @@ def _zeros_by_block(parameter: nn.Parameter, block: int) -> Tensor:
     return sharded.to(parameter.device)  # with fsdp.cpu_offload the host, which is not the device of the mesh
 
 
-def _local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _in_order(parameter: Tensor) -> list[int]:
     """Dimensions from the one whose steps in memory are largest: convolutions may have their channels last."""
-    stride = _local_of(parameter).stride()
+    stride = local_part(parameter).stride()
     return sorted(range(parameter.ndim), key=lambda dim: -stride[dim])
 
 
@@ -234,7 +232,7 @@ def _store(held: Tensor, values: Tensor, first: int, seed: int) -> None:
 def _parts(parameter: nn.Parameter, most: int) -> Iterator[tuple[slice, int]]:
     """Slices of this rank's elements, each with the place of its first in the whole parameter (of one that is cut
     along its first dimension, as all are but spread experts)."""
-    num, start = _local_of(parameter).numel(), 0
+    num, start = local_part(parameter).numel(), 0
     if isinstance(parameter, DTensor):
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         start = sum(at * math.prod(parameter.shape[dim + 1 :]) for dim, at in enumerate(offset))

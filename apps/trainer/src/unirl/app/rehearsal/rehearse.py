@@ -40,7 +40,7 @@ from unirl.rehearsal.mode import Counts, Rehearsal
 from unirl.rehearsal.operators import Call, summed, total_flops
 from unirl.rehearsal.repeats import Repeats, replaced
 from unirl.train.backend.fsdp import FSDPBackend
-from unirl.train.optim import local_part
+from unirl.train.shards import local_part
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.worker import build_components
 from unirl.trainer.clock import PhaseClock

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from unirl.train.backend.collectives import gathered_of_all
 from unirl.train.configs import LoraConfig
 from unirl.train.lora import BASE_LAYER, adapter_layers, factors_as_drawn, plain_base_name
+from unirl.train.shards import local_part
 from unirl.types.errors import CheckpointError
 from unirl.types.protocols.models import StoredTensor
 
@@ -72,11 +73,6 @@ def local_box(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _read_all(
     modules: Mapping[str, nn.Module],
     stored: Mapping[str, Stored],
@@ -88,9 +84,9 @@ def _read_all(
             plain = plain_base_name(places[0][0])
             new = nn.Parameter(torch.empty_like(parameter, device=shards_on), parameter.requires_grad)
             if plain is None:
-                local_of(new).zero_()  # the factors of adapters, which are drawn later
+                local_part(new).zero_()  # the factors of adapters, which are drawn later
             else:
-                local_of(new).copy_(stored[component][plain].read(local_box(parameter)))
+                local_part(new).copy_(stored[component][plain].read(local_box(parameter)))
             for path, owner in places:
                 setattr(owner, path.rpartition(".")[2], new)
         for path, buffer in module.named_buffers():
@@ -117,4 +113,4 @@ def _draw_adapters(module: nn.Module, config: LoraConfig, device: torch.device) 
             value = drawn.to(device, factor.dtype)
             if not is_alone:
                 dist.broadcast(value, src=0)
-            local_of(factor).copy_(value[local_box(factor)])
+            local_part(factor).copy_(value[local_box(factor)])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from unirl.train.configs import EMAConfig
 from unirl.train.ema import EMA, average_into, float_copies
-from unirl.train.optim import local_part
+from unirl.train.shards import local_part
 from unirl.types.errors import ConfigError, ContractError
 
 CURRENT_POLICY = "default"

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from unirl.train.backend.build import Blocks, Sharding
-from unirl.train.backend.fill import local_box, local_of
+from unirl.train.backend.fill import local_box
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.veomni_rules import version_problem
 from unirl.train.backend.wrap import cast_inputs, shard_experts
 from unirl.train.configs import FSDPConfig, TrainTopology
+from unirl.train.shards import local_part
 from unirl.types.errors import ConfigError
 
 VEOMNI_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -134,7 +135,7 @@ def _put_back(module: nn.Module, values: _Values) -> None:
     """Give the shards and buffers of `module` their values, and tie what was tied."""
     new = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, whole in values.tensors.items():
-        local_of(new[name]).copy_(whole[local_box(new[name])])
+        local_part(new[name]).copy_(whole[local_box(new[name])])
     for name, other in values.ties.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, new[other])
