@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from unirl.train import small_states
+from unirl.train.block_codes import dequantised, quantised
 from unirl.train.optim import make_adamw
 from unirl.train.small_states import (
     block_of,
-    dequantised,
     dynamic_values,
     noise,
-    quantised,
     rounded_at_random,
 )
 from unirl.types.errors import ConfigError

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unirl.train.block_codes import quantised
 from unirl.types.errors import ConfigError
 
 BLOCK = 64
@@ -42,10 +43,8 @@ class NF4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
         values = normal_values().to(layer.weight.device)
-        blocks = layer.weight.detach().float().reshape(-1, BLOCK)
-        scale = blocks.abs().amax(1).clamp_min(1e-12)
-        codes = torch.bucketize(blocks / scale[:, None], (values[1:] + values[:-1]) / 2, out_int32=True)
-        high, low = codes.to(torch.uint8).view(-1, 2).unbind(1)
+        codes, scale = quantised(layer.weight.detach().float().reshape(-1), values, BLOCK)
+        high, low = codes.view(-1, 2).unbind(1)
         pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
         self.codes: Tensor
         self.scale: Tensor

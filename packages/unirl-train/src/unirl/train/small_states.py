@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from unirl.train.block_codes import dequantised, quantised
 from unirl.train.shards import local_part
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32
@@ -39,20 +40,6 @@ def dynamic_values(*, is_signed: bool) -> Tensor:
         found += middles
         found += [-value for value in middles] if is_signed else []
     return torch.tensor(sorted(found))
-
-
-def quantised(values_N: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """uint8 [N], the nearest entries of `table` once each block is divided by its largest magnitude, and these float32
-    [N / K]."""
-    blocks = values_N.view(-1, block)
-    scale = blocks.abs().amax(1).clamp_min(1e-12)
-    middles = (table[1:] + table[:-1]) / 2
-    return torch.bucketize(blocks / scale[:, None], middles, out_int32=True).to(torch.uint8).view(-1), scale
-
-
-def dequantised(codes_N: Tensor, scale: Tensor, table: Tensor, block: int) -> Tensor:
-    """float32 [N]."""
-    return (table[codes_N.int()].view(-1, block) * scale[:, None]).view(-1)
 
 
 def noise(first: int, num: int, seed: int, device: torch.device) -> Tensor:
