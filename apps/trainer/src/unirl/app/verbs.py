@@ -148,11 +148,11 @@ def rehearse(command: Command) -> int:
     return rehearse_recipes(command)
 
 
-def plan(command: Command) -> int:
-    """Seconds of a step; returns the exit status."""
+def plan(command: Command) -> None:
+    """Write the seconds of a step."""
     from unirl.app.plan.command import plan_recipe
 
-    return plan_recipe(command)
+    plan_recipe(command)
 
 
 def scale(command: Command) -> None:

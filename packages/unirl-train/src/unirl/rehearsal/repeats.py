@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from unirl.algorithms.base import LossPart, MicroBatch, StageAlgorithm
 from unirl.rehearsal.mode import Rehearsal
-from unirl.rehearsal.operators import Call
+from unirl.rehearsal.operators import Call, TensorShape
 from unirl.types.devices import PRETEND
 
 NUM_RUN = 2
@@ -163,13 +163,10 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A tensor without memory."""
+class Shape(TensorShape):
+    """A tensor without memory, and its place in the graph."""
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    trains: bool = field(default=False)
+    trains: bool
 
     def made(self, trains: bool) -> Tensor:
         """A new one; a leaf of the graph where the original depends on what trains."""
@@ -178,7 +175,7 @@ class Shape:
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    return Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
+    return Shape(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
 @contextmanager

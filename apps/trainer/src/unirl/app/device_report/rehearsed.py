@@ -15,10 +15,9 @@ from unirl.app.command_line import Command
 from unirl.app.environment import prepare_process
 from unirl.app.plan.here import Here
 from unirl.app.plan.predict import Seconds, predicted
-from unirl.app.recipe import composed, settled
-from unirl.app.rehearsal.command import USUAL_BYTES
-from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
-from unirl.config.check import check_recipe
+from unirl.app.recipe import composed
+from unirl.app.rehearsal.command import USUAL_BYTES, for_devices, rehearsed
+from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.types.device_kinds import USUAL
 
 DEVICE = "device="
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = [each for each in given.overrides if each.startswith(DEVICE)]
     overrides = [each for each in given.overrides if each not in named]
     config = composed(Command("rehearse", given.recipe, (*overrides, f"device={USUAL}")))
-    found = rehearse(check_recipe(settled(config)), USUAL_BYTES)
+    found = rehearsed(for_devices(config), USUAL_BYTES)
     clock = Here(named[-1].removeprefix(DEVICE) if named else "cpu")
     sys.stdout.write(json.dumps(told(found, predicted(found, clock))) + "\n")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from unirl.app.meters import Meter, gemm_rate, meter_of
 from unirl.app.plan.stopwatch import Stopwatch
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.operators import Call
-from unirl.types.devices import PRETEND
+from unirl.types.devices import PRETEND, is_accelerator
 
 NUM_TOKENS = 4
 """Tokens for a model so small that its time is the host's: the Python of a model library, autograd and dispatch."""
@@ -30,17 +30,12 @@ class Here:
         self._meter = meter_of(device)
         self._watch = Stopwatch(self._meter)
         self.name = f"this machine ({self._meter.device.type})"
-        self.is_asynchronous = self._meter.device.type != "cpu"
+        self.is_asynchronous = is_accelerator(self._meter.device)
         self.peak_flops = gemm_rate(self._meter, torch.float32)
         program = _program(self._meter)
         launches = sum(times for call, times in program.operators.items() if not call.is_free and not call.is_on_host)
         operators_s = sum(times * self.seconds(call) for call, times in program.operators.items())
         self.host_s = max(program.measured_s - operators_s, 0.0) / launches
-
-    @property
-    def untimed(self) -> frozenset[str]:
-        """Operators that this device lacks; they take nothing."""
-        return frozenset(self._watch.untimed)
 
     def seconds(self, call: Call) -> float:
         """What it took here."""
@@ -50,6 +45,11 @@ class Here:
         """One process sends nothing."""
         del num_bytes, num_ranks
         return 0.0
+
+    def remarks(self) -> Iterator[str]:
+        """The operators that take nothing."""
+        if self._watch.untimed:
+            yield f"not timed, since this device lacks them: {', '.join(sorted(self._watch.untimed))}"
 
 
 @dataclass(frozen=True)

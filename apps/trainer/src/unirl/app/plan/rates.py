@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,10 @@ class Clock(Protocol):
 
     def sent_s(self, num_bytes: float, num_ranks: int) -> float:
         """Seconds of a collective over ranks that gives each so many bytes."""
+        ...
+
+    def remarks(self) -> Iterator[str]:
+        """What its seconds rest on; once they were asked for."""
         ...
 
 
@@ -99,6 +103,14 @@ class Rates:
             return 0.0
         rate = self.link if num_ranks <= self.node_size else self.network
         return num_bytes * (num_ranks - 1) / num_ranks / rate
+
+    def remarks(self) -> Iterator[str]:
+        """The shares that are taken of the rates."""
+        yield (
+            f"taken: {MATRIX_SHARE:.0%} of the published rate in matrix products, {ATTENTION_SHARE:.0%} in attention, "
+            f"{MEMORY_SHARE:.0%} of the bandwidth, {self.host_s * 1e6:.0f} us of the host per operator; eager code; "
+            "the host, the device and the links work at once"
+        )
 
 
 DEVICES: Mapping[str, Rates] = {

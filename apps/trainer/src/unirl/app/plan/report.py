@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.app.plan.predict import MAKING, STEP, Seconds
-from unirl.app.plan.rates import ATTENTION_SHARE, MATRIX_SHARE, MEMORY_SHARE, Clock
+from unirl.app.plan.rates import Clock
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
@@ -37,6 +37,11 @@ class Plan:
         return self._seconds(MAKING)
 
     @property
+    def training_s(self) -> float:
+        """Seconds in which they are trained on."""
+        return self._seconds(("train",))
+
+    @property
     def sync_s(self) -> float:
         """Seconds of a step whose phases wait for each other."""
         return self._seconds(STEP)
@@ -44,7 +49,7 @@ class Plan:
     @property
     def overlapped_s(self) -> float:
         """Seconds of a step during which the next samples are made, on other devices."""
-        return max(self.making_s, self._seconds(("train",))) + self._seconds(("push",))
+        return max(self.making_s, self.training_s) + self._seconds(("push",))
 
     @property
     def most(self) -> str:
@@ -95,19 +100,10 @@ def lines(plan: Plan) -> Iterator[str]:
         share = plan.phases["eval"].wall_s / plan.eval_interval
         yield f"  evaluations every {plan.eval_interval} rollouts add {_s(share)} per step"
     if plan.engine_devices:
-        making, training = plan.making_s / plan.sync_s, plan.phases["train"].wall_s / plan.sync_s
+        making, training = plan.making_s / plan.sync_s, plan.training_s / plan.sync_s
         yield f"  in sync, devices that sample work {making:.0%} of a step and those that train {training:.0%}"
-        waits = "training" if plan.making_s < plan.phases["train"].wall_s else "samples"
+        waits = "training" if plan.making_s < plan.training_s else "samples"
         yield f"  with both at once {_s(plan.overlapped_s)} per step, which wait for {waits}"
-
-
-def assumptions(clock: Clock) -> Iterator[str]:
-    """What the seconds of a published device rest on."""
-    yield (
-        f"  taken: {MATRIX_SHARE:.0%} of the published rate in matrix products, {ATTENTION_SHARE:.0%} in attention, "
-        f"{MEMORY_SHARE:.0%} of the bandwidth, {clock.host_s * 1e6:.0f} us of the host per operator; eager code; the "
-        "host, the device and the links work at once"
-    )
 
 
 def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from unirl.app.meters import Meter
 from unirl.rehearsal.operators import Call, TensorShape
-from unirl.types.devices import has_values
+from unirl.types.devices import has_values, is_accelerator
 
 aten = torch.ops.aten
 FEWEST, MOST = 3, 50
@@ -23,9 +23,6 @@ CACHED_BYTES = 8 << 20
 """What the nearest caches hold: arguments are as many copies, used in turn."""
 LEAST_S = 0.004
 """Seconds after which an operator was timed long enough."""
-
-CAUSAL = 5
-"""Place of `is_causal` behind `out` in the efficient kernel's backward."""
 
 Value = Any  # Any: arguments of operators
 
@@ -48,7 +45,7 @@ class Stopwatch:
     def _measured(self, call: Call) -> float:
         generator = torch.Generator().manual_seed(0)
         device = self._meter.device
-        run = ON_CPU.get(call.func._overloadpacket, call.func) if device.type == "cpu" else call.func
+        run = call.func if is_accelerator(device) else ON_CPU.get(call.func._overloadpacket, call.func)
         several = [
             tree_unflatten([_filled(value, generator, device) for value in call.arguments], call.spec)
             for _ in range(1 + min(MOST, CACHED_BYTES // max(call.num_bytes, 1)))
@@ -120,13 +117,17 @@ def _efficient_backward(
     value: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    *rest: Value,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout: float,
+    wanted: Sequence[bool],
+    causal: bool = False,
     **named: Value,
 ) -> Value:
     own = aten._scaled_dot_product_flash_attention_for_cpu_backward
     logsumexp = query.new_zeros(query.shape[:3])  # the GPU's is padded
-    causal = len(rest) > CAUSAL and rest[CAUSAL]
-    return own(grad, query, key, value, out, logsumexp, 0.0, causal, attn_mask=bias, **named)
+    return own(grad, query, key, value, out, logsumexp, dropout, causal, attn_mask=bias, **named)
 
 
 ON_CPU: Mapping[Value, Callable[..., Value]] = {
