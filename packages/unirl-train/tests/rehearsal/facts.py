@@ -19,7 +19,6 @@ from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
-from unirl.rehearsal.operators import total_bytes
 from unirl.rehearsal.repeats import Repeats
 from unirl.train.backend.wrap import checkpoint_activations
 from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
@@ -235,7 +234,7 @@ def blocks(mode: Rehearsal) -> dict[str, Any]:
                 "flops": mode.counts.flops[name],
                 "num_run": mode.num_run - num_run,
                 "launches": _launches(mode, name),
-                "touched": total_bytes(mode.counts.operators[name]),
+                "touched": sum(times * call.num_bytes for call, times in mode.counts.operators[name].items()),
                 "peak": mode.ledger.peaks[name].num_bytes - before,
                 "sent": dict(mode.counts.collectives[name]),
                 "gradients": sorted(p for p, parameter in model.named_parameters() if parameter.grad is not None),

@@ -151,11 +151,6 @@ def total_flops(operators: Mapping[Call, float]) -> float:
     return sum(times * call.flops for call, times in operators.items())
 
 
-def total_bytes(operators: Mapping[Call, float]) -> float:
-    """Bytes that all calls read and write."""
-    return sum(times * call.num_bytes for call, times in operators.items())
-
-
 def summed(several: Iterable[tuple[Mapping[Call, float], float]]) -> dict[Call, float]:
     """The calls of several, each so many times."""
     found: dict[Call, float] = {}
