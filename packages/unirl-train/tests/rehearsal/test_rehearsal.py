@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from unirl.rehearsal import ledger
+from unirl.rehearsal.mode import own_place
+
 HERE = Path(__file__).parent
 NUM_PARAMETERS = 18
 """Parameters of the model in equal_bytes.py."""
@@ -153,3 +156,11 @@ def test_calls_count_what_they_compute_read_and_write(facts: Any) -> None:
     assert found["aten.t.default"][:2] == [0, 0]
     assert "aten.mm.default" in found["on the host"]
     assert found["flops"] == 2 * 2 * 4 * 8 * 2  # of the device alone
+
+
+def test_only_lines_of_the_packages_are_the_projects() -> None:
+    assert own_place(ledger.__file__.replace("rehearsal/ledger.py", "train/optim.py"), 3) == "train/optim.py:3"
+    assert own_place(ledger.__file__, 3) is None  # the rehearsal itself
+    # Who clones the repository has a folder of this name around the libraries and the tests.
+    for file in (".venv/lib/python3.11/site-packages/torch/nn/functional.py", "apps/trainer/tests/narrow_device.py"):
+        assert own_place(f"/somewhere/unirl/{file}", 3) is None

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import unirl
 from unirl.rehearsal.device import register_device
 from unirl.rehearsal.ledger import Ledger
 from unirl.rehearsal.operators import COLLECTIVES, Call, Calls, total_flops
@@ -375,7 +376,10 @@ class Rehearsal(TorchDispatchMode):
 
 def own_place(file: str, line: int | None) -> str | None:
     """A line of the project, as a rehearsal names it; None for a library's, and for those of the rehearsal itself."""
-    return f"{file.split('/unirl/')[-1]}:{line}" if "/unirl/" in file and not file.startswith(HERE) else None
+    if file.startswith(HERE):
+        return None
+    own = (f"{folder}/" for folder in unirl.__path__)  # of the packages, wherever the checkout lies
+    return next((f"{file.removeprefix(folder)}:{line}" for folder in own if file.startswith(folder)), None)
 
 
 def _stand_in(value: Value) -> Value:
