@@ -56,7 +56,7 @@ class LocalMember:
 
     def __init__(self, number: int, deadly: set[str] | None = None) -> None:
         self.pid, self.number, self.deadly = number, number, deadly if deadly is not None else set()
-        self.is_alive, self.num_asked, self.num_starts = True, 0, 1
+        self.is_alive, self.death, self.num_asked, self.num_starts = True, "it was ended", 0, 1
         self.worker = self._made()
 
     @property

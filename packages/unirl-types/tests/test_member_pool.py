@@ -13,7 +13,7 @@ class FakeMember:
     """Stands for a process: answers a message with it and its own id, and dies of each in `deadly` once."""
 
     def __init__(self, pid, deadly=frozenset()):
-        self.pid, self.name, self.is_alive = pid, f"fake (pid {pid})", True
+        self.pid, self.name, self.is_alive, self.death = pid, f"fake (pid {pid})", True, "it was ended"
         self.deadly: Any = deadly
         self.asked, self.num_starts, self.dies_at_start = [], 1, 0
 
@@ -89,6 +89,19 @@ def test_what_an_member_left_unfinished_goes_to_the_others_once():
     assert first.is_alive and second.is_alive
     assert pool.num_restarts == len(restored) == first.num_starts + second.num_starts - 2 == 3
     assert sorted(first.asked + second.asked) == sorted([*range(8), 0, 3, 4])
+
+
+def test_a_member_that_died_between_calls_is_replaced_and_its_end_is_reported_once(caplog):
+    first, second = FakeMember(1), FakeMember(2)
+    pool = pool_of(first, second)
+    first.stop()
+    assert pool.broadcast("push") == [("push", 2)]
+    pool.heal()
+    assert first.is_alive and caplog.text.count("fake (pid 1): it was ended") == 1
+    first.deadly = {0}
+    assert len(asked(pool, 3)) == 3
+    pool.heal()
+    assert caplog.text.count("it died") == 1 and caplog.text.count("it was ended") == 1
 
 
 def test_a_call_that_ends_every_process_ends_the_run():

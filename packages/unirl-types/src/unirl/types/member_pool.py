@@ -46,6 +46,11 @@ class Member(Protocol):
         """True if the process runs, as far as is known."""
         ...
 
+    @property
+    def death(self) -> str:
+        """How a process that is not alive ended, with the end of its log."""
+        ...
+
     def ready(self) -> Any:  # Any: the member's own message
         """What it says when it has loaded; waits for it once. Raises WorkerError if it died."""
         ...
@@ -86,6 +91,8 @@ class MemberPool(Generic[MemberT]):
         """Calls that still run although another one has failed."""
         self._starting = threading.Lock()
         self._is_stopped = False
+        self._reported = set[MemberT]()
+        """Dead members whose end the log has."""
         self.num_restarts = 0
         """Processes that replaced dead ones."""
 
@@ -125,7 +132,7 @@ class MemberPool(Generic[MemberT]):
             except WorkerError as error:
                 if member.is_alive:
                     raise
-                logger.warning("%s", error)
+                self._report(member, str(error))
         return answers
 
     def answers(
@@ -147,7 +154,6 @@ class MemberPool(Generic[MemberT]):
         messages: dict[int, Message] = {}
         running: dict[Future[Any], tuple[int, MemberT]] = {}  # Any: AnswerT
         finished: list[tuple[int, AnswerT]] = []
-        dead: set[int] = set()
         try:
             while todo or running or finished:
                 self._replace_dead([member for _, member in running.values()])
@@ -170,9 +176,7 @@ class MemberPool(Generic[MemberT]):
                         losses[number] += 1
                         if member.is_alive or losses[number] >= _MAX_LOSSES:
                             raise
-                        if member.pid not in dead:  # once, not for each of its calls
-                            logger.warning("%s\nIts samples go to the others.", error)
-                        dead.add(member.pid)
+                        self._report(member, f"{error}\nIts samples go to the others.")
                         todo.appendleft(number)
         finally:
             self._left = list(running)
@@ -226,7 +230,14 @@ class MemberPool(Generic[MemberT]):
         """Begin to replace the dead; not those that are busy, whose answers may still be read."""
         for member in self._members:
             if not member.is_alive and member not in (*busy, *self._healing.values()):
+                self._report(member, f"{member.name}: {member.death}")  # no call may have met its death
                 self._healing[self._threads.submit(self._replace, member)] = member
+
+    def _report(self, member: MemberT, text: str) -> None:
+        """Say how a process ended, once, not for each of its calls."""
+        if member not in self._reported:
+            self._reported.add(member)
+            logger.warning("%s", text)
 
     def _replace(self, member: MemberT) -> None:
         """Start another process, and give it the weights; again where it dies meanwhile."""
@@ -234,6 +245,7 @@ class MemberPool(Generic[MemberT]):
             with self._starting:
                 if self._is_stopped:
                     return
+                self._reported.discard(member)
                 member.restart()
                 self.num_restarts += 1
             try:

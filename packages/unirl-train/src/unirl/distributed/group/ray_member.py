@@ -51,6 +51,11 @@ class RayMember:
             return True
         return self._loading.exception() is None and not self._loading.result().is_closed
 
+    @property
+    def death(self) -> str:
+        """See Member."""
+        return str(self._loading.exception() or self._loading.result().failure)
+
     def ready(self) -> Mapping[str, ComponentInfo]:
         return self.infos()
 

@@ -275,7 +275,12 @@ class RayRuntime(Runtime):
 
     def _require_open(self) -> None:
         if self.is_closed:
-            raise ContractError(f"this runtime is closed: {self._failure or 'close() was called'}")
+            raise ContractError(f"this runtime is closed: {self.failure}")
+
+    @property
+    def failure(self) -> str:
+        """Why it is closed, if it is."""
+        return self._failure or "close() was called"
 
     def _close_after(self, failure: str) -> None:
         self._failure = failure

@@ -65,6 +65,11 @@ class EngineInstance:
         """True if the process runs."""
         return self._process.is_alive
 
+    @property
+    def death(self) -> str:
+        """See Member."""
+        return self._process.death
+
     def ready(self) -> Any:  # Any: the engine's own message
         """First message of the process, sent when its model is loaded; the first call waits for it. Raises ConfigError
         for an unsupported version, WorkerError if the process died."""

@@ -100,6 +100,13 @@ class EngineProcess:
         """True if the child runs."""
         return self._child.poll() is None
 
+    @property
+    def death(self) -> str:
+        """How the child ended, with the end of its log."""
+        code = self._child.poll()
+        how = "is gone" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
+        return f"{how}. {self._tail()}"
+
     def post(self, message: Message) -> None:
         """Send a message that has no answer."""
         self._send(message, 0)
@@ -208,9 +215,7 @@ class EngineProcess:
         deadline = time.monotonic() + _LEAVE_TIMEOUT_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(deadline - time.monotonic())
-        code = self._child.poll()
-        how = "is gone" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-        return WorkerError(self.name, f"the process {what} and {how}. {self._tail()}")
+        return WorkerError(self.name, f"the process {what} and {self.death}")
 
     def _tail(self) -> str:
         return end_of_log(self._log) or "It left no log."

@@ -118,6 +118,11 @@ class SGLangInstance(WeightsHost):
         """True if the process runs, and always for a server that we did not start."""
         return self._server.is_alive
 
+    @property
+    def death(self) -> str:
+        """See Member."""
+        return self._server.death
+
     def ready(self) -> ServerReady:
         """Facts about the server; the first call waits until it is ready. Raises ConfigError for an unsupported version
         of SGLang."""

@@ -66,6 +66,12 @@ class SGLangServer:
         """True if its process runs, and always for a server that we did not start."""
         return self._child is None or self._child.poll() is None
 
+    @property
+    def death(self) -> str:
+        """How its process ended, with the end of its log; empty if it runs or we did not start it."""
+        code = None if self._child is None else self._child.poll()
+        return "" if code is None else f"its process ended with status {code}. {self._tail()}"
+
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until the server answers. Raises WorkerError if it dies or takes longer."""
         with start_progress(self.name, self._log):
@@ -151,14 +157,11 @@ class SGLangServer:
         return WorkerError(self.name, f"no answer to {path} within {timeout_s:.0f} s{stopped}")
 
     def _end(self) -> str:
-        """How the process ended, with the end of its log; empty if it runs or we did not start it."""
-        if self._child is None:
-            return ""
-        if self._is_up:  # the connection ends before the process does
+        """How the process ended, as a sentence; empty if it runs or we did not start it."""
+        if self._child is not None and self._is_up:  # the connection ends before the process does
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(_LEAVE_TIMEOUT_S)
-        code = self._child.poll()
-        return "" if code is None else f" Its process ended with status {code}. {self._tail()}"
+        return f" {self.death[0].upper()}{self.death[1:]}" if self.death else ""
 
     def _tail(self) -> str:
         return end_of_log(self._log, f"its log {self._log}")
