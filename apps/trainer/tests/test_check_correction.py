@@ -33,6 +33,12 @@ def corrected(recipe, changes, correction):
         ({}, {"lower": 0.5, "upper": 1.001}, "lower = 0.5 with pipeline.strategy.reduction = mean bounds nothing"),
         ({"algorithm.old_logp_source": "rollout"}, {"upper": 1.001}, "compares a replay with the rollout"),
         (
+            {},
+            {"upper": None, "m2_threshold": 0.04},
+            "m2_threshold = 0.04 with pipeline.strategy.reduction = mean masks",
+        ),
+        ({}, {"upper": None, "m2_threshold": 0}, "m2_threshold = 0 must be above 0"),
+        (
             {"algorithm.rows_per_forward": 4},
             {"upper": 1.001, "level": "sequence"},
             "algorithm.rows_per_forward = 4 is not a multiple of the 6 trained steps of a sample",
@@ -49,6 +55,8 @@ def test_a_correction_that_cannot_work_is_refused(recipe, changes, correction, m
     [
         ({}, {"upper": 1.001}),
         ({"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}, {}),
+        ({}, {"upper": None, "m2_threshold": 1e-6}),
+        ({"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}, {"m2_threshold": 0.04}),
         ({"algorithm.rows_per_forward": 4}, {"upper": 1.001}),
         ({"algorithm.rows_per_forward": 12}, {"upper": 1.001, "level": "sequence"}),
     ],

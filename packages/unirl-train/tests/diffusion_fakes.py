@@ -24,6 +24,7 @@ from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
+from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.data.data_source import PromptRow
 from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
@@ -526,6 +527,7 @@ def displace(backend: FSDPBackend, amount: float, seed: int = 11) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kind": DiffusionGRPO, "clip_range": 0.2, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
+    "m2po": {"kind": DiffusionGRPO, "rollout_correction": RolloutCorrection(m2_threshold=1e-6), "rows_per_forward": 4},
     "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "awm": {"kind": AWM, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "dpo": {"kind": DiffusionDPO, "beta": 5.0, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},

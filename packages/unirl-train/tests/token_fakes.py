@@ -329,6 +329,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"kind": ARGRPO, "importance_level": "sequence", "loss_agg_mode": "seq-mean-token-mean"},
     "dr_grpo": {"kind": ARGRPO, "loss_agg_mode": "seq-mean-token-sum-norm", "horizon": 6, "mask_truncated": True},
     "corrected": {"kind": ARGRPO, "rollout_correction": RolloutCorrection(mode="mask", upper=1.05), "displaced": 0.1},
+    "m2po": {"kind": ARGRPO, "rollout_correction": RolloutCorrection(upper=None, m2_threshold=2e-2), "displaced": 0.1},
     "cispo": {"kind": ARCISPO, "ratio_max": 1.2},
     "sapo": {"kind": ARSAPO, "temperature_negative": 2.0},
     "dppo": {"kind": ARDPPO, "threshold": 0.05},

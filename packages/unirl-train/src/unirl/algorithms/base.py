@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -170,6 +170,18 @@ class StageAlgorithm(ABC):
     def anchor(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Fields of the policy before the first update, for a later update, at exactly the rows it will use."""
         raise ContractError(f"{type(self).__name__} takes no anchor")
+
+    @property
+    def judges_update(self) -> bool:
+        """True if something is judged over a whole update, by `judged`; the first update has an anchor then too."""
+        return False
+
+    def judged(self, micros: Sequence[MicroBatch], gather: Callable[[Tensor], Tensor]) -> list[MicroBatch]:
+        """The micro-batches of one update on this rank, with anchors, after a judgement over the update on all ranks.
+
+        gather: a collective that joins values [M] of all shards of the batch; every rank calls it equally often.
+        """
+        raise ContractError(f"{type(self).__name__} judges no update as a whole")
 
     @abstractmethod
     def num_terms(self, track: RolloutTrack) -> int:

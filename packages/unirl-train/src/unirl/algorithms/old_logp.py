@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
-from unirl.algorithms.rollout_correction import RolloutCorrection
+from unirl.algorithms.rollout_correction import RolloutCorrection, second_moment_cut
 from unirl.types.errors import ConfigError
 
 OldLogpSource = Literal["auto", "rollout", "replay"]
@@ -55,15 +61,39 @@ class RatioAlgorithm(PenalisedAlgorithm):
             self.uses_anchor = self.replays_old = False
 
     @property
+    def judges_update(self) -> bool:
+        """True under M2PO's mask."""
+        return self.rollout_correction is not None and self.rollout_correction.m2_threshold is not None
+
+    def judged(self, micros: Sequence[MicroBatch], gather: Callable[[Tensor], Tensor]) -> list[MicroBatch]:
+        """Put the weight 0 on what M2PO masks among all that an update trains on, see `second_moment_cut`.
+
+        Anchors hold `correction` and, for this, `gap` = log p_trainer - log p_engine; they get `m2_masked` too.
+        """
+        if self.rollout_correction is None or self.rollout_correction.m2_threshold is None:
+            return super().judged(micros, gather)
+        anchors = [micro.anchor for micro in micros]
+        own = torch.cat([anchor["gap"][anchor["correction"] != 0].square() for anchor in anchors])
+        cut = second_moment_cut(gather(own), self.rollout_correction.m2_threshold).to(own.device)
+        found = []
+        for micro, anchor in zip(micros, anchors, strict=True):
+            is_masked = (anchor["correction"] != 0) & ~(anchor["gap"].square() < cut)
+            weight = torch.where(is_masked, 0.0, anchor["correction"])
+            found.append(replace(micro, anchor={**anchor, "correction": weight, "m2_masked": is_masked}))
+        return found
+
+    @property
     def starts_at_ratio_one(self) -> bool:
         """True if the first update takes the old log-probs from its own forward."""
-        return self.old_logp_source != "rollout"
+        return self.old_logp_source != "rollout" and not self.judges_update
 
     @property
     def old_logp(self) -> str:
         """Where the old log-probs come from, in a few words for the head of a run."""
         if self.old_logp_source == "rollout":
             return "the rollout's"
+        if self.judges_update:
+            return "replay (m2_threshold: before the first update too)"
         if self.old_logp_source == "replay":
             return REPLAYED
         if self.replays_old:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import require_choice, sequence_index, sequence_mean, sequence_sum
-from unirl.types.bounds import NonNegativeInt, bounded
+from unirl.types.bounds import NonNegativeInt, Positive, bounded
 from unirl.types.errors import ConfigError
 
 CorrectionLevel = Literal["token", "sequence", "geometric"]
@@ -58,6 +58,22 @@ def correction_weights(
     return torch.where(is_inside, ratio_M if mode == "mask" else torch.ones_like(ratio_M), 0.0)
 
 
+def second_moment_cut(moment_M: Tensor, threshold: float) -> Tensor:
+    """The smallest of the second moments that M2PO masks, a scalar: all that are less stay; inf where all stay.
+
+        masks the largest moments until the mean of the rest is at most the threshold
+
+    moment_M: (log p_trainer - log p_engine)^2 of some tokens, in any order, from which nothing depends: tokens of equal
+        moments stay or go together. What is not a number counts as the largest. Sums are float64, on the CPU.
+    Source: Zheng et al. 2025 (arXiv 2510.01161), M2PO.
+    """
+    sorted_M = moment_M.detach().cpu().nan_to_num(math.inf, math.inf).sort().values
+    mean_M = sorted_M.double().cumsum(0) / torch.arange(1, sorted_M.numel() + 1)
+    allowed = (mean_M <= threshold).nonzero()
+    num_kept = 0 if allowed.numel() == 0 else int(allowed[-1]) + 1
+    return sorted_M.new_tensor(math.inf) if num_kept == sorted_M.numel() else sorted_M[num_kept]
+
+
 @bounded("rollout_correction")
 @dataclass(frozen=True)
 class RolloutCorrection:
@@ -66,6 +82,9 @@ class RolloutCorrection:
     level, mode, lower, upper: see `correction_weights`. Log-probs of denoising steps are the kernel's: with
         `strategy.reduction: mean` over the N elements of a latent, the ratio is the N-th root of that of densities.
     max_staleness: samples of a policy more than this many optimizer steps old get the weight 0; None keeps all.
+    m2_threshold: tokens or steps of the largest second moment get the weight 0 too, see `second_moment_cut`; 0.04 is
+        the paper's for tokens. They are judged over all that an optimizer step trains on, on all devices, those aside
+        that already have the weight 0. Costs a forward without gradients before the first update.
     A token or step with weight 0 stays in the number of terms that the loss is divided by.
     """
 
@@ -74,13 +93,15 @@ class RolloutCorrection:
     lower: float | None = None
     upper: float | None = 2.0
     max_staleness: NonNegativeInt | None = None
+    m2_threshold: Positive | None = None
 
     def __post_init__(self) -> None:
         low, high = self.lower or 0.0, math.inf if self.upper is None else self.upper
-        if not 0 <= low <= 1 <= high or (self.lower is None and self.upper is None):
+        is_without = self.lower is None and self.upper is None and self.m2_threshold is None
+        if not 0 <= low <= 1 <= high or is_without:
             raise ConfigError(
-                f"algorithm.rollout_correction needs 0 <= lower <= 1 <= upper and at least one of them; got lower = "
-                f"{self.lower}, upper = {self.upper}"
+                f"algorithm.rollout_correction needs 0 <= lower <= 1 <= upper and at least one of them, or "
+                f"m2_threshold; got lower = {self.lower}, upper = {self.upper}"
             )
 
     def weights(self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
@@ -100,6 +121,15 @@ class RolloutCorrection:
             )
         is_fresh_M = (staleness_B.to(weight_M.device) <= self.max_staleness)[sequence_index(lengths_B)]
         return torch.where(is_fresh_M, weight_M, 0.0)
+
+
+def report_second_moment(metrics: RowMetrics, gap_M: Tensor, weight_M: Tensor, is_masked_M: Tensor) -> None:
+    """What M2PO's mask did to some tokens or steps: the fraction that it left out, and the mean second moment of those
+    that it judged, before and after."""
+    moment_M, is_kept_M = gap_M.square(), weight_M != 0
+    metrics.mean("mismatch/m2/masked_fraction", is_masked_M.float())
+    for name, chosen_M in (("before", is_kept_M | is_masked_M), ("after", is_kept_M)):
+        metrics.mean(f"mismatch/m2/{name}", moment_M[chosen_M])
 
 
 def report_correction(metrics: RowMetrics, weight_M: Tensor) -> None:

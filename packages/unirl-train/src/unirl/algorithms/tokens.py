@@ -26,7 +26,12 @@ from unirl.algorithms.base import (
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
-from unirl.algorithms.rollout_correction import RolloutCorrection, report_correction, report_staleness
+from unirl.algorithms.rollout_correction import (
+    RolloutCorrection,
+    report_correction,
+    report_second_moment,
+    report_staleness,
+)
 from unirl.algorithms.token_losses import (
     ImportanceLevel,
     LossAggregation,
@@ -256,12 +261,13 @@ class TokenAlgorithm(RatioAlgorithm):
         if self.rollout_correction is None:
             return {}
         gap_M = logp_M - trained.of(rollout_logp(micro.track))
+        judged = {"gap": gap_M} if self.judges_update else {}
         versions_B = micro.track.policy_versions
         if versions_B is None:
-            return {"correction": self.rollout_correction.weights(gap_M, trained.lengths_B, None)}
+            return {"correction": self.rollout_correction.weights(gap_M, trained.lengths_B, None), **judged}
         staleness_B = (self._policies.policy_version - versions_B).to(gap_M.device)
         weight_M = self.rollout_correction.weights(gap_M, trained.lengths_B, staleness_B)
-        return {"correction": weight_M, "staleness": staleness_B.float()}
+        return {"correction": weight_M, "staleness": staleness_B.float(), **judged}
 
     def _report_rollout(self, micro: MicroBatch, trained: TrainedTokens, metrics: RowMetrics) -> None:
         """How far the rollout was from the policy before the first update, and what that weighs."""
@@ -274,6 +280,8 @@ class TokenAlgorithm(RatioAlgorithm):
             report_staleness(metrics, frozen["staleness"])
         if "correction" in frozen:
             report_correction(metrics, frozen["correction"])
+        if "m2_masked" in frozen:
+            report_second_moment(metrics, frozen["gap"], frozen["correction"], frozen["m2_masked"])
 
     def _replay(self, micro: MicroBatch) -> TokenStats:
         segment = text_segment(micro.track)

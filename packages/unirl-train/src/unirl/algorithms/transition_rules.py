@@ -72,6 +72,13 @@ def correction_binds(own: Part, run: Run) -> Messages:
                 f"means over the N elements of a latent. Set {key} to 1 {'-' if bound < 1 else '+'} about a number of "
                 "nats divided by N (1e-3 is usual), null, or reduction: sum."
             )
+    threshold = correction.number("m2_threshold")
+    if threshold is not None and threshold >= CLIP_OF_A_MEAN**2:
+        yield (
+            f"{correction.at}.m2_threshold = {threshold} with {kernel.at}.reduction = mean masks nothing: log-probs "
+            "are means over the N elements of a latent, and second moments are divided by N^2. Set about a number of "
+            "nats squared divided by N^2 (1e-6 is usual), or reduction: sum."
+        )
 
 
 def trajectories_are_whole(own: Part, run: Run) -> Messages:

@@ -26,7 +26,12 @@ from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
-from unirl.algorithms.rollout_correction import RolloutCorrection, report_correction, report_staleness
+from unirl.algorithms.rollout_correction import (
+    RolloutCorrection,
+    report_correction,
+    report_second_moment,
+    report_staleness,
+)
 from unirl.algorithms.transition_rules import cut_trajectory
 from unirl.sde.loop import transition_rows
 from unirl.sde.noise import keyed_permutation
@@ -150,6 +155,10 @@ class TransitionAlgorithm(RatioAlgorithm):
         anchor = {"logp": torch.cat([part.logp_R for part in parts]).view(shape)}
         if self.keeps_anchor_means:
             anchor["mean"] = torch.cat([part.mean for part in parts]).unflatten(0, shape)
+        if self.judges_update:
+            rollout_R = self._rollout_logp(micro, sample_R, step_R)
+            gap_R, weight_R = self._correction(micro, anchor["logp"].flatten(), rollout_R, sample_R)
+            anchor.update(gap=gap_R.view(shape), correction=weight_R.view(shape))
         return anchor
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
@@ -192,7 +201,12 @@ class TransitionAlgorithm(RatioAlgorithm):
                 )
             )
             if self.rollout_correction is not None:
-                loss_R = loss_R * self._correction(micro, replayed_R, given_logp_R, samples, metrics)
+                gap_R, weight_R = self._correction(micro, replayed_R, given_logp_R, samples, metrics)
+                if "m2_masked" in micro.anchor:
+                    weight_R = micro.anchor["correction"].flatten()[rows]
+                    report_second_moment(metrics, gap_R, weight_R, micro.anchor["m2_masked"].flatten()[rows])
+                report_correction(metrics, weight_R)
+                loss_R = loss_R * weight_R
             metrics.mean("policy/loss", loss_R)
             report_clipped(metrics, given_R[rows], self.advantage_clip)
             if replayed_R is not None and given_logp_R is not None:
@@ -267,9 +281,9 @@ class TransitionAlgorithm(RatioAlgorithm):
         replayed_R: Tensor | None,
         rollout_R: Tensor | None,
         sample_R: Tensor,
-        metrics: RowMetrics,
-    ) -> Tensor:
-        """Weights [R] of whole samples' rows, by the gap between the trainer's log-probs and the engine's."""
+        metrics: RowMetrics | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The gap [R] between the trainer's log-probs and the engine's of whole samples' rows, and their weights."""
         if self.rollout_correction is None or replayed_R is None or rollout_R is None:
             raise ContractError(
                 "algorithm.rollout_correction compares a replay with the engine's log-probs, and the engine "
@@ -279,11 +293,10 @@ class TransitionAlgorithm(RatioAlgorithm):
         versions_B, staleness_B = micro.track.policy_versions, None
         if versions_B is not None:
             staleness_B = (self._policies.policy_version - versions_B)[samples_B]
-            report_staleness(metrics, staleness_B.float())
+            if metrics is not None:
+                report_staleness(metrics, staleness_B.float())
         gap_R = replayed_R - rollout_R.to(replayed_R.device)
-        weight_R = self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B)
-        report_correction(metrics, weight_R)
-        return weight_R
+        return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B)
 
     def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
         if not self.keeps_anchor_means:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.config.schema import DEFAULT_TRACK
@@ -198,7 +199,7 @@ class TrainStack:
         self, part: _Part, track: RolloutTrack, updates: Sequence[int], progress: float
     ) -> list[list[MicroBatch]]:
         """Micro-batches for each of `updates`, those after the first update of the rollout with the anchor of the
-        policy before it."""
+        policy before it. Collectives inside where an update is judged as a whole."""
         algorithm = part.algorithm
         slices = training_slices(
             track.batch_size,
@@ -212,10 +213,25 @@ class TrainStack:
             for rows in micro_list:
                 for same in self._of_one_size(track.select(rows), algorithm.samples_per_unit):
                     micro = MicroBatch(track=same, anchor={}, update=update, progress=progress)
-                    if algorithm.uses_anchor and update > 0:
+                    if algorithm.uses_anchor and (update > 0 or algorithm.judges_update):
                         micro = replace(micro, anchor=algorithm.anchor(micro))
                     micros[-1].append(micro)
+            if algorithm.judges_update:
+                micros[-1] = algorithm.judged(micros[-1], self._gathered)
         return micros
+
+    def _gathered(self, values_M: Tensor) -> Tensor:
+        """Values of all shards of the batch, one shard after the other, with their bits. A collective."""
+        backend = self._backend
+        if backend.dp_size == 1:
+            return values_M
+        counts = torch.zeros(backend.dp_size, dtype=torch.long, device=backend.device)
+        counts[backend.dp_rank] = values_M.numel()
+        ends = backend.collectives.all_reduce_sum(counts, "dp").cumsum(0).tolist()
+        joined = values_M.new_zeros(ends[-1])
+        end = ends[backend.dp_rank]
+        joined[end - values_M.numel() : end] = values_M
+        return backend.collectives.all_reduce_sum(joined, "dp")
 
     def _require_same_samples(self, tracks: Mapping[str, RolloutTrack]) -> None:
         """Raise ContractError, on all of them, if ranks that work on the same samples hold latents that differ.
