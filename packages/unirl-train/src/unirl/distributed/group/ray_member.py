@@ -53,7 +53,6 @@ class RayMember:
 
     @property
     def death(self) -> str:
-        """See Member."""
         return str(self._loading.exception() or self._loading.result().failure)
 
     def ready(self) -> Mapping[str, ComponentInfo]:

@@ -67,7 +67,6 @@ class EngineInstance:
 
     @property
     def death(self) -> str:
-        """See Member."""
         return self._process.death
 
     def ready(self) -> Any:  # Any: the engine's own message

@@ -120,7 +120,6 @@ class SGLangInstance(WeightsHost):
 
     @property
     def death(self) -> str:
-        """See Member."""
         return self._server.death
 
     def ready(self) -> ServerReady:
