@@ -18,7 +18,7 @@ from unirl.types.rollout import RolloutResp
 from unirl.types.segments import TextSegment
 
 TEMPERATURE = 0.8
-"""Of `token_fakes.sampling`."""
+"""What `token_fakes.sampling` samples with."""
 
 
 @dataclass(frozen=True)
