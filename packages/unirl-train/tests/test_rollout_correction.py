@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from advantaged import with_advantages
 from diffusion_fakes import AffineField, displace, rollout, sampling, setup, some_advantages
 from torch import Tensor
 from transition_cases import close, micro_of, run, segment_of
@@ -140,6 +141,18 @@ def test_samples_of_an_older_policy_are_left_out():
     close(gradients, run(plain, micro_of(found_by_engine(plain, torch.zeros(6, 3)), advantages))[1])
     with pytest.raises(ConfigError, match="max_staleness needs the version of the policy"):
         run(made, micro_of(track.replace(policy_versions=None)))
+
+
+def test_the_updates_of_a_rollout_do_not_make_its_samples_older():
+    correction = RolloutCorrection(max_staleness=1)
+    made = setup(DiffusionGRPO, rollout_correction=correction, updates=3)
+    for staleness in (0, 3):
+        resp = rollout(made.pipeline)
+        resp.tracks["image"] = resp.tracks["image"].replace(policy_versions=torch.zeros(6, dtype=torch.long))
+        result = made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
+        assert [update["mismatch/staleness/max"] for update in result.updates] == [staleness] * 3
+        dropped = [update["mismatch/correction/dropped_fraction"] for update in result.updates]
+        assert dropped == [float(staleness > 1)] * 3
 
 
 def test_it_needs_log_probs_of_both():

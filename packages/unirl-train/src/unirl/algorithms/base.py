@@ -90,6 +90,8 @@ class MicroBatch:
     """Which optimizer step of this rollout, from 0."""
     progress: float
     """Fraction of the run done, in [0, 1]."""
+    policy_version: int | None = None
+    """Version of the policy before the first update; None: of the present one."""
 
     @property
     def advantages(self) -> Tensor:

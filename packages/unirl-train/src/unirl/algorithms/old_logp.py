@@ -13,6 +13,7 @@ from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.algorithms.rollout_correction import RolloutCorrection, second_moment_cut
 from unirl.types.errors import ConfigError
+from unirl.types.protocols.training import PolicyStore
 
 OldLogpSource = Literal["auto", "rollout", "replay"]
 REPLAYED = "replay (the first update: its own forward)"
@@ -49,6 +50,13 @@ class RatioAlgorithm(PenalisedAlgorithm):
         self.replays_old = old_logp_source != "rollout"
         """True if updates after the first take their old log-probs from a replay."""
         self.uses_anchor = self.replays_old
+
+    def staleness(self, micro: MicroBatch, policies: PolicyStore) -> Tensor | None:
+        """Optimizer steps [B] between the policies that made the samples and the one before the first update; None if
+        the engine gives no versions."""
+        versions_B = micro.track.policy_versions
+        before = policies.policy_version if micro.policy_version is None else micro.policy_version
+        return None if versions_B is None else before - versions_B
 
     @property
     def needs_replay(self) -> bool:

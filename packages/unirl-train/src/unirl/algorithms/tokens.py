@@ -262,10 +262,10 @@ class TokenAlgorithm(RatioAlgorithm):
             return {}
         gap_M = logp_M - trained.of(rollout_logp(micro.track))
         judged = {"gap": gap_M} if self.judges_update else {}
-        versions_B = micro.track.policy_versions
-        if versions_B is None:
+        staleness_B = self.staleness(micro, self._policies)
+        if staleness_B is None:
             return {"correction": self.rollout_correction.weights(gap_M, trained.lengths_B, None), **judged}
-        staleness_B = (self._policies.policy_version - versions_B).to(gap_M.device)
+        staleness_B = staleness_B.to(gap_M.device)
         weight_M = self.rollout_correction.weights(gap_M, trained.lengths_B, staleness_B)
         return {"correction": weight_M, "staleness": staleness_B.float(), **judged}
 

@@ -290,9 +290,9 @@ class TransitionAlgorithm(RatioAlgorithm):
                 "returned none. Set rollout_correction: null."
             )
         samples_B, lengths_B = sample_R.unique_consecutive(return_counts=True)
-        versions_B, staleness_B = micro.track.policy_versions, None
-        if versions_B is not None:
-            staleness_B = (self._policies.policy_version - versions_B)[samples_B]
+        staleness_B = self.staleness(micro, self._policies)
+        if staleness_B is not None:
+            staleness_B = staleness_B[samples_B.to(staleness_B.device)]
             if metrics is not None:
                 report_staleness(metrics, staleness_B.float())
         gap_R = replayed_R - rollout_R.to(replayed_R.device)

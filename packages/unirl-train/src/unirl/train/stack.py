@@ -212,7 +212,7 @@ class TrainStack:
             micros.append([])
             for rows in micro_list:
                 for same in self._of_one_size(track.select(rows), algorithm.samples_per_unit):
-                    micro = MicroBatch(track=same, anchor={}, update=update, progress=progress)
+                    micro = MicroBatch(same, {}, update, progress, self._backend.policy_version)
                     if algorithm.uses_anchor and (update > 0 or algorithm.judges_update):
                         micro = replace(micro, anchor=algorithm.anchor(micro))
                     micros[-1].append(micro)
