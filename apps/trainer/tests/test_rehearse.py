@@ -75,6 +75,41 @@ def test_a_rehearsed_update_holds_no_more_samples_than_the_runs(
     assert work.num_trained == num_trained
 
 
+SELECTIONS = {
+    "all": ("worlds/shapes/flowgrpo", (), 384),
+    "best_and_worst": ("worlds/shapes/flowgrpo", ("+selection.best_of=6", "stack.num_updates_per_batch=4"), 96),
+    "best_of_n": ("worlds/shapes/raft", (), 48),
+    "of_rewards": ("worlds/arithmetic/rft", (), 512),
+}
+"""Recipe, changes, and the samples of a rollout that are trained on: 24, 16 and 16 per prompt."""
+
+
+@pytest.mark.parametrize(("recipe", "words", "num_kept"), SELECTIONS.values(), ids=SELECTIONS)
+def test_what_selection_leaves_is_trained_on(
+    recipe: str, words: tuple[str, ...], num_kept: int, tmp_path: Path
+) -> None:
+    share = share_of(checked(recipe, *words), tmp_path)
+    assert share.root.num_kept == num_kept
+    assert share.root.num_trained <= num_kept
+    assert any("drop_zero_variance" in note for note in share.notes) == (recipe == "worlds/arithmetic/rft")
+
+
+def test_samples_that_are_left_out_take_no_time_in_training() -> None:
+    words = ["worlds/shapes/flowgrpo", "batch_size=4", "sampling.samples_per_prompt=8", "eval=null"]
+    flops = []
+    for more in ([], ["+selection.best_of=4"]):
+        done = rehearse(*words, "stack.num_updates_per_batch=1", "stack.micro_batch_size=8", *more)
+        assert done.returncode == 0, done.stderr
+        flops.append(dict(re.findall(r" (rollout|train) ([\d.]+)(?:,|$)", done.stdout, re.M)))
+    assert flops[1]["rollout"] == flops[0]["rollout"]
+    assert float(flops[1]["train"]) == pytest.approx(float(flops[0]["train"]) / 2, rel=0.01)
+
+
+def test_the_reward_of_long_texts_keeps_its_buffer(tmp_path: Path) -> None:
+    run = share_of(checked("worlds/arithmetic/dapo"), tmp_path).run
+    assert run.resolved["reward"]["overlong_buffer_len"] == 4
+
+
 BROKEN = """
 from unirl.models.sd3.pipeline import SD3Pipeline
 
@@ -149,7 +184,7 @@ def test_engines_with_separate_weights_are_counted_by_formulas(
 def test_of_several_stages_each_track_has_its_own_work(tmp_path: Path) -> None:
     works = share_of(checked("pe/pe_trainside_pickscore"), tmp_path).works
     # One prompt of a rank: four texts, eight images of each.
-    assert works == {"text": Work(4, 4, 2), "image": Work(32, 32, 4)}
+    assert works == {"text": Work(4, 4, 4, 2), "image": Work(32, 32, 32, 4)}
 
 
 def test_preferences_get_pairs_of_images_and_evaluations_prompts_alone(tmp_path: Path) -> None:
@@ -177,7 +212,7 @@ def rehearsed(**parts: int) -> Rehearsed:
     return Rehearsed(
         recipe="some",
         num_ranks=1,
-        works={"image": Work(num_samples=1, num_made=1, num_trained=1)},
+        works={"image": Work(num_samples=1, num_kept=1, num_made=1, num_trained=1)},
         peaks={"train": Peak(sum(parts.values()), parts)},
         host_bytes=0,
         operators={},

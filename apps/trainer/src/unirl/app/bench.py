@@ -107,11 +107,12 @@ def bench_recipe(
         for i in range(warmup):
             trainer.step(i)
         steps: list[Step] = []
+        trained: list[float] = []
         for i in range(repeats):
             before = clock.state_dict()
             spent: dict[str, Spent] = {}
             clock.observer = _device_observer(meter, spent)
-            trainer.step(warmup + i)
+            trained.append(trainer.step(warmup + i)["group/trained_samples"])
             passed = _difference(clock.state_dict(), before)
             steps.append(Step(wall_s=passed["wall_s"], cpu_s=passed["cpu_s"], spent=spent))
         rates.append(gemm_rate(meter, dtype))
@@ -124,7 +125,7 @@ def bench_recipe(
             with runtime.role("engine").generate(trainer.collector.request(warmup + repeats + 1, 1)) as resp:
                 variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
-    return _report(run, steps, flops, max(rates), dtype, num_samples, variants)
+    return _report(run, steps, flops, max(rates), dtype, (num_samples, statistics.median(trained)), variants)
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -285,10 +286,10 @@ def _report(
     flops: dict[str, int],
     rate: float,
     dtype: torch.dtype,
-    num_samples: int,
+    samples: tuple[int, float],
     variants: dict[str, float],
 ) -> dict[str, Any]:
-    recipe = run.resolved
+    recipe, (num_samples, num_trained) = run.resolved, samples
     phases: dict[str, dict[str, Any]] = {}
     for name in sorted(steps[0].wall_s):
         spent = [step.spent.get(name, Spent()) for step in steps]
@@ -319,6 +320,7 @@ def _report(
         "geometry": {
             "prompts": recipe["batch_size"],
             "samples": num_samples,
+            "trained_samples": num_trained,
             "sampling": {name: value for name, value in recipe["sampling"].items() if type(value) in (int, float)},
             "micro_batch_size": run.policy.stack.node["micro_batch_size"],
             "forward_batch_size": recipe["engine"].get("forward_batch_size"),

@@ -145,8 +145,8 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
 class _Step:
     """What a rehearsed step found besides its peaks."""
 
-    made_bytes: int
-    """On the device, of the samples of a rollout."""
+    sample_bytes: float
+    """On the device, of a sample of the first track, with those that grow from it."""
     trained_bytes: int
     """On the device, of the samples that were trained on."""
     weights: Mapping[str, int]
@@ -199,7 +199,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
             Blocks(repeats).active(everything),
         ):
             first = trainer.collector.collect(0).resp
-            made_bytes = _labelled(mode, first)
+            sample_bytes = _labelled(mode, first) / first.meta.batch_size
             first.release()
             mode.counts = Counts()
             if (evaluator := make_evaluator(share.run)) is not None:
@@ -228,7 +228,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
             name: sum(part.numel() for module in bundle.trainable_modules().values() for part in module.parameters())
             for name, bundle in bundles.items()
         }
-    return _Step(made_bytes, trained_bytes, weights, counts, repeats.noted)
+    return _Step(sample_bytes, trained_bytes, weights, counts, repeats.noted)
 
 
 @contextmanager
@@ -347,10 +347,13 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
     """A peak with the samples of this rank that were not in memory then."""
-    there = {"rollout": step.made_bytes, "reward": step.made_bytes, "train": step.trained_bytes}.get(phase)
-    if there is None:
+    root = share.root
+    if phase == "train":
+        others = round(step.sample_bytes * root.num_kept) - step.trained_bytes
+    elif phase in ("rollout", "reward"):
+        others = round(step.sample_bytes * root.num_samples) - round(step.sample_bytes * root.num_made)
+    else:
         return peak
-    others = round(step.made_bytes * share.root.num_samples / share.root.num_made) - there
     return Peak(peak.num_bytes + others, {**peak.parts, SAMPLES: peak.parts.get(SAMPLES, 0) + others})
 
 
@@ -373,4 +376,4 @@ def _times(share: Share) -> dict[str, float]:
 
 
 def _times_of_tracks(share: Share) -> dict[str, float]:
-    return {track: work.num_samples / work.num_trained for track, work in share.works.items() if work.num_trained}
+    return {track: work.num_kept / work.num_trained for track, work in share.works.items() if work.num_trained}

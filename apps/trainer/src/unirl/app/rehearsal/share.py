@@ -17,7 +17,7 @@ from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import Policy, Stage
+from unirl.types.recipe import TARGET, Policy, Stage
 
 MICRO_BATCHES = 2
 """Micro-batches of an update: the second one has gradients in memory, and those after it are like it."""
@@ -32,7 +32,7 @@ KEPT = ("forward_batch_size", "media_bits", "decode", "drop_text_encoders", "tra
 """Keywords of such an engine that it has too."""
 APART_ONLY = ("sleep_engine", "offload_weights")
 """Options of `residency` that need such an engine."""
-REWARD = ("track", "credit", "weights", "truncated_reward")
+REWARD = ("track", "credit", "weights", "truncated_reward", "overlong_buffer_len", "overlong_penalty_factor")
 """What stays of a recipe's reward."""
 
 Recipe = dict[str, Any]  # Any: a recipe's values
@@ -44,6 +44,8 @@ class Work:
 
     num_samples: int
     """In a rollout of the recipe."""
+    num_kept: int
+    """What `selection` leaves of those for training."""
     num_made: int
     """In a rollout of the rehearsal; the others are added to what memory holds."""
     num_trained: int
@@ -102,6 +104,8 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         run_dir=None,
         resume=None,
     )
+    if run.selection is not None:  # drawn scores would choose other numbers of samples; pairs are of the best and worst
+        recipe["selection"] = {key: value for key, value in run.selection.node.items() if key in (TARGET, "best_of")}
     recipe["reward"] = {
         **{key: value for key, value in run.resolved["reward"].items() if key in REWARD},
         "_target_": "unirl.reward.service.RewardService",
@@ -145,11 +149,25 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
 
 def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
     yield "scores are drawn; the bytes of reward models are those of `check --memory`"
+    if run.selection is not None and run.selection.get("drop_zero_variance") and kept_fraction(run) == 1:
+        yield "all samples are trained on: how many selection.drop_zero_variance leaves out depends on their rewards"
+    if run.selection is not None and run.selection.get("dynamic_sampling"):
+        yield "no group is made again, as selection.dynamic_sampling would where all of its rewards are equal"
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
     for stage in apart:
         yield f"{stage.engine.name} is counted by formulas; the model that trains made its samples"
+
+
+def kept_fraction(run: ComposedRun) -> float:
+    """Fraction of a rollout's samples that are trained on, as far as the recipe says: in (0, 1]."""
+    if run.selection is None:
+        return 1.0
+    best_of = run.selection.get("best_of")
+    if best_of is None and run.selection.get("drop_zero_variance"):
+        best_of = run.advantages.node.get("num_best")  # of weights; the others are 0
+    return 1.0 if best_of is None else min(1.0, best_of / run.samples_per_prompt)
 
 
 def _makes_texts(stage: Stage) -> bool:
@@ -168,29 +186,44 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
         per_prompt[stage.track] = above * stage.sampling.get("samples_per_prompt", 1)
     of_rank = run.batch_size * run.policy.ranks_per_sample / num_ranks
     num_samples = {track: max(1, round(of_rank * num)) for track, num in per_prompt.items()}
+    kept, fraction = {track: _num_kept(run, num) for track, num in num_samples.items()}, _rehearsed_fraction(run)
     trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
     prompts = 1
     for stage in run.stages:
         own = num_samples[stage.track]
         # Of several stages one prompt makes so much that forwards are full.
         full = 1 if run.is_staged else min(own, stage.engine.get("forward_batch_size") or 1)
-        wanted = max(min(trained[stage.track], own), full)
+        wanted = max(math.ceil(min(trained[stage.track], kept[stage.track]) / fraction), full)
         prompts = max(prompts, -(-wanted // per_prompt[stage.track]))
     updates = math.lcm(*map(_num_updates, run.policies.values()))
-    while prompts * per_prompt[run.stages[0].track] % updates:
+    while round(prompts * per_prompt[run.stages[0].track] * fraction) % updates:
         prompts += 1
     return prompts, {
         str(stage.track): Work(
             num_samples=num_samples[stage.track],
+            num_kept=kept[stage.track],
             num_made=prompts * per_prompt[stage.track],
             num_trained=min(
                 trained[stage.track],
-                prompts * per_prompt[stage.track],
-                _most_trained(run.all_policies[stage.policy], num_samples[stage.track]),
+                round(prompts * per_prompt[stage.track] * fraction),
+                _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
         )
         for stage in run.stages
     }
+
+
+def _num_kept(run: ComposedRun, num_samples: int) -> int:
+    """Samples of one rank that `selection` keeps, which divide into updates."""
+    updates = math.lcm(*(policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()))
+    kept = -(-round(num_samples * kept_fraction(run)) // updates) * updates
+    return min(num_samples, kept)
+
+
+def _rehearsed_fraction(run: ComposedRun) -> float:
+    """Fraction of the samples of a rehearsed rollout that are there to be trained on: `best_of` chooses there too."""
+    best_of = None if run.selection is None else run.selection.get("best_of")
+    return 1.0 if best_of is None else best_of / run.samples_per_prompt
 
 
 def _num_updates(policy: Policy) -> int:
