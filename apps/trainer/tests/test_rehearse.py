@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import unirl.worlds.shapes
 from unirl.app.command_line import Command
 from unirl.app.recipe import composed, settled
 from unirl.app.rehearsal.engines import with_engines
@@ -108,6 +109,12 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
 def test_the_reward_of_long_texts_keeps_its_buffer(tmp_path: Path) -> None:
     run = share_of(checked("worlds/arithmetic/dapo"), tmp_path).run
     assert run.resolved["reward"]["overlong_buffer_len"] == 4
+
+
+def test_a_teacher_is_rehearsed() -> None:
+    teacher = str(Path(unirl.worlds.shapes.__file__).parent / "checkpoint")
+    done = rehearse("worlds/shapes/distill", f"policies.teacher.bundle.pretrained_model={teacher}", "eval=null")
+    assert done.returncode == 0, done.stderr
 
 
 BROKEN = """

@@ -228,6 +228,7 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return decoded_in_spans(self._decoded_at_once, latents, num_frames=span, factor=factor)
 
     def _decoded_at_once(self, latents: Tensor) -> Tensor:
+        latents = latents.to(self.bundle.device)  # a caller may draw some on the host
         return self.bundle.vae.decode(self.to_vae(latents), return_dict=False)[0].float()
 
     def encode_media(self, media: Images | Videos) -> Tensor:
