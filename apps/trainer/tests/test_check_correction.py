@@ -50,6 +50,22 @@ def test_a_correction_that_cannot_work_is_refused(recipe, changes, correction, m
         check_recipe(corrected(recipe, changes, correction))
 
 
+LINE = {"algorithm.old_logp_source": "log-linear"}
+
+
+def test_a_log_linear_anchor_is_refused_where_more_is_replayed(recipe):
+    with pytest.raises(ConfigError, match="m2_threshold needs a replay before the first update, which old_logp_source"):
+        check_recipe(corrected(recipe, LINE, {"upper": None, "m2_threshold": 1e-6}))
+    means = resolve(compose("worlds/shapes/flowdppo"))
+    with pytest.raises(ConfigError, match="FlowDPPO compares transition means, which a rollout does not keep"):
+        check_recipe(changed(means, LINE))
+    critic = resolve(compose("worlds/arithmetic/ppo"))
+    with pytest.raises(ConfigError, match="ARPPO needs a replay before the first update"):
+        check_recipe(changed(critic, LINE))
+    check_recipe(changed(recipe, LINE))
+    check_recipe(changed(resolve(compose("worlds/arithmetic/grpo")), LINE))
+
+
 @pytest.mark.parametrize(
     ("changes", "correction"),
     [

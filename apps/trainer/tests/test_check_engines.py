@@ -267,6 +267,7 @@ def test_what_moves_and_fits_passes(name, overrides):
     [
         ([], "DiffusionGRPO replays denoising steps, but Closed returns no latents"),
         (["algorithm.old_logp_source=rollout"], "old_logp_source = rollout, but Closed returns no log-probs"),
+        (["algorithm.old_logp_source=log-linear"], "old_logp_source = log-linear, but Closed returns no log-probs"),
         (["+sampling.init_same_noise=true"], "sampling.init_same_noise: true, but Closed draws its own noise"),
         (["+sampling.sde_indices=[1]"], "Closed makes every step stochastic or none, but sampling.sde_indices is set"),
     ],

@@ -48,6 +48,7 @@ class ARDistillation(ARGRPO):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.teacher_rules"
     teacher_option: ClassVar[str | None] = "teacher"
+    freezes_fields: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class ARPPO(ARGRPO):
     """
 
     learns_value: ClassVar[bool] = True
+    freezes_fields: ClassVar[bool] = True
 
     def __init__(
         self,

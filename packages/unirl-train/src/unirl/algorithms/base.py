@@ -142,6 +142,8 @@ class StageAlgorithm(ABC):
     trained_rows: ClassVar[str | int | None] = None
     """Rows of the model in the loss of one sample: their number, or the keyword that says it; None: one per stochastic
     step."""
+    freezes_fields: ClassVar[bool] = False
+    """True if `anchor` takes more than log-probs of tokens from a replay before the first update."""
     uses_anchor: bool = False
     """True if updates after the first need `anchor`. The first takes what it needs from its own forward."""
 

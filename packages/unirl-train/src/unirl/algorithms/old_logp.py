@@ -1,4 +1,8 @@
-"""Where the log-probs of the policy before the first update come from: a replay, or the rollout itself."""
+"""Where the log-probs of the policy before the first update come from: a replay, the rollout itself, or both.
+
+In the words of decoupled PPO (arXiv 2505.24298): pi_prox is the policy before the first update, pi_b the one that
+sampled, pi the one being trained.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,34 @@ from torch import Tensor
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.algorithms.rollout_correction import RolloutCorrection, second_moment_cut
+from unirl.algorithms.rules import LOG_LINEAR_REPLAYS_NOTHING
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.training import PolicyStore
 
-OldLogpSource = Literal["auto", "rollout", "replay"]
+OldLogpSource = Literal["auto", "rollout", "replay", "log-linear"]
 REPLAYED = "replay (the first update: its own forward)"
 """What `StageAlgorithm.old_logp` says of algorithms that always replay."""
+
+
+def log_linear_logp(logp_M: Tensor, rollout_logp_M: Tensor, share_M: Tensor) -> Tensor:
+    """log pi_prox = log pi_b + a (log pi - log pi_b), [M], without gradient; exactly log pi where a = 1, log pi_b where
+    a = 0.
+
+    logp_M: log pi. rollout_logp_M: log pi_b. share_M: a, see `proximal_share`.
+    Source: the log-linear approximation of AReaL (arXiv 2505.24298's code), for which pi_prox is one version behind pi.
+    """
+    return torch.lerp(rollout_logp_M.to(logp_M), logp_M.detach(), share_M.to(logp_M))
+
+
+def proximal_share(versions_B: Tensor, *, before: int, present: int) -> Tensor:
+    """a [B] = (v_prox - v_b) / (v - v_b) in [0, 1]: which part of the way from pi_b to pi was done when pi was pi_prox.
+
+    1 where nothing was trained since, v = v_prox, so that the first ratio is 1; 0 for samples of pi_prox itself.
+    versions_B: v_b, int64. before: v_prox. present: v.
+    """
+    if present == before:
+        return torch.ones(versions_B.shape, dtype=torch.float32, device=versions_B.device)
+    return ((before - versions_B) / (present - versions_B).clamp(min=1)).clamp(0, 1)
 
 
 class RatioAlgorithm(PenalisedAlgorithm):
@@ -26,9 +52,11 @@ class RatioAlgorithm(PenalisedAlgorithm):
     old_logp_source: "replay" takes the old log-probs at the very slices of training, before the first update; that
         update takes them from its own forward, so its ratio is exactly 1. "rollout" trusts the engine's log-probs.
         "auto" takes the engine's after the first update where they are a replay's up to float32 rounding, and replays
-        elsewhere.
+        elsewhere. "log-linear" puts them between the engine's and the present ones by versions, without a forward, see
+        `log_linear_logp`.
     rollout_correction: weights for the gap between engine and trainer; None has none.
-    Raises ConfigError for another word, or a correction of the log-probs that are trusted.
+    Raises ConfigError for another word, a correction of the log-probs that are trusted, or "log-linear" where more than
+    log-probs is needed before the first update.
     """
 
     def __init__(
@@ -44,10 +72,15 @@ class RatioAlgorithm(PenalisedAlgorithm):
                 "algorithm.rollout_correction compares a replay with the rollout. "
                 "Set algorithm.old_logp_source: replay."
             )
+        if old_logp_source == "log-linear" and self.freezes_fields:
+            raise ConfigError(f"{type(self).__name__} {LOG_LINEAR_REPLAYS_NOTHING}")
+        judges = rollout_correction is not None and rollout_correction.m2_threshold is not None
+        if old_logp_source == "log-linear" and judges:
+            raise ConfigError(f"algorithm.rollout_correction.m2_threshold {LOG_LINEAR_REPLAYS_NOTHING}")
         super().__init__(reference, seed=seed)
         self.rollout_correction = rollout_correction
         self.old_logp_source: OldLogpSource = old_logp_source
-        self.replays_old = old_logp_source != "rollout"
+        self.replays_old = old_logp_source in ("auto", "replay")
         """True if updates after the first take their old log-probs from a replay."""
         self.uses_anchor = self.replays_old
 
@@ -57,6 +90,17 @@ class RatioAlgorithm(PenalisedAlgorithm):
         versions_B = micro.track.policy_versions
         before = policies.policy_version if micro.policy_version is None else micro.policy_version
         return None if versions_B is None else before - versions_B
+
+    def log_linear_share(self, micro: MicroBatch, policies: PolicyStore) -> Tensor:
+        """a [B] of `log_linear_logp`. Raises ConfigError if the engine gives no versions."""
+        if micro.track.policy_versions is None:
+            raise ConfigError(
+                "algorithm.old_logp_source = log-linear needs the version of the policy on every sample, which this "
+                "engine does not give. Set old_logp_source: replay."
+            )
+        present = policies.policy_version
+        before = present if micro.policy_version is None else micro.policy_version
+        return proximal_share(micro.track.policy_versions, before=before, present=present)
 
     @property
     def needs_replay(self) -> bool:
@@ -100,6 +144,8 @@ class RatioAlgorithm(PenalisedAlgorithm):
         """Where the old log-probs come from, in a few words for the head of a run."""
         if self.old_logp_source == "rollout":
             return "the rollout's"
+        if self.old_logp_source == "log-linear":
+            return "between the rollout's and the present ones, by versions"
         if self.judges_update:
             return "replay (m2_threshold: before the first update too)"
         if self.old_logp_source == "replay":

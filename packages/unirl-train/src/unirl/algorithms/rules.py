@@ -177,6 +177,21 @@ def correction_compares_two(own: Part, run: Run) -> Messages:
         )
 
 
+def log_linear_needs_no_replay(own: Part, run: Run) -> Messages:
+    """Where the old log-probs are approximated from those of the rollout, nothing else is asked of a replay."""
+    if own.get("old_logp_source") != "log-linear":
+        return
+    if own.ability("freezes_fields"):
+        yield f"{own.name} {LOG_LINEAR_REPLAYS_NOTHING}"
+    correction = own.inner.get("rollout_correction")
+    if correction is not None and correction.get("m2_threshold") is not None:
+        yield f"{correction.at}.m2_threshold {LOG_LINEAR_REPLAYS_NOTHING}"
+
+
+LOG_LINEAR_REPLAYS_NOTHING = (
+    "needs a replay before the first update, which old_logp_source = log-linear saves. Set old_logp_source: replay."
+)
+
 RULES = (
     algorithm_has_its_steps,
     samples_are_on_policy,
@@ -187,6 +202,7 @@ RULES = (
     critic_sees_rewards,
     weights_are_weights,
     correction_compares_two,
+    log_linear_needs_no_replay,
     reference_exists,
     units_stay_together,
 )

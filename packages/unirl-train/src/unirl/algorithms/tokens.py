@@ -24,7 +24,7 @@ from unirl.algorithms.base import (
     sampled_with,
 )
 from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
+from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm, log_linear_logp
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
 from unirl.algorithms.rollout_correction import (
     RolloutCorrection,
@@ -183,7 +183,10 @@ class TokenAlgorithm(RatioAlgorithm):
         stats = self._replay(micro)
         replayed = self._pipeline.replay_metrics() if isinstance(self._pipeline, MeasuresReplays) else {}
         logp_M = trained.of(stats.logp_N)
-        if is_first:
+        if self.old_logp_source == "log-linear":
+            old_M = self._log_linear(micro, trained, logp_M)
+            micro = replace(micro, anchor={"logp": old_M, **self._correction(micro, trained, old_M)})
+        elif is_first:
             micro = replace(micro, anchor=self._frozen(micro, trained, stats, reference))
         given_M = self.token_advantages(micro, trained)
         advantage_M = given_M
@@ -255,6 +258,11 @@ class TokenAlgorithm(RatioAlgorithm):
             chosen_N = chosen_N & (segment.status != SegmentStatus.TRUNCATED)[index_N]
         lengths_B = sequence_sum(chosen_N.long(), segment.lengths.to(chosen_N.device))
         return TrainedTokens(chosen_N, lengths_B)
+
+    def _log_linear(self, micro: MicroBatch, trained: TrainedTokens, logp_M: Tensor) -> Tensor:
+        share_B = self.log_linear_share(micro, self._policies).to(logp_M.device)
+        share_M = share_B[sequence_index(trained.lengths_B)]
+        return log_linear_logp(logp_M, trained.of(rollout_logp(micro.track)), share_M)
 
     def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_M: Tensor) -> dict[str, Tensor]:
         """Weights [M] of the rollout's samples and, where they are known, optimizer steps [B] since their policy."""

@@ -104,9 +104,11 @@ def cut_trajectory(place: str, name: str, rows_per_forward: int, num_steps: int)
 def rollout_log_probs_are_replayed_ones(own: Part, run: Run) -> Messages:
     """A clip on the rollout's log-probs of denoising steps gets those that replay would give, to float32's rounding."""
     is_clipped = "clip_range" in own.keywords and own.node.get("estimator") != "score_function"
-    if own.get("old_logp_source") != "rollout" or not is_clipped:
+    source, fix = own.get("old_logp_source"), f"Set {own.at}.old_logp_source: auto."
+    if source == "log-linear" and own.ability("keeps_anchor_means"):
+        yield f"{own.name} compares transition means, which a rollout does not keep. {fix}"
+    if source != "rollout" or not is_clipped:
         return
-    fix = f"Set {own.at}.old_logp_source: auto."
     if own.ability("keeps_anchor_means"):
         yield f"{own.name} compares transition means, which a rollout does not keep. {fix}"
         return

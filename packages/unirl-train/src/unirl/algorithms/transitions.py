@@ -24,7 +24,7 @@ from unirl.algorithms.base import (
 )
 from unirl.algorithms.credit import StepCredit
 from unirl.algorithms.kl import AdaptiveKL
-from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm
+from unirl.algorithms.old_logp import OldLogpSource, RatioAlgorithm, log_linear_logp
 from unirl.algorithms.reference import KLEstimator, ReferenceKL
 from unirl.algorithms.rollout_correction import (
     RolloutCorrection,
@@ -110,7 +110,7 @@ class TransitionAlgorithm(RatioAlgorithm):
         seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
     ) -> None:
-        if old_logp_source == "rollout" and self.keeps_anchor_means:
+        if old_logp_source in ("rollout", "log-linear") and self.keeps_anchor_means:
             raise ConfigError(
                 f"{type(self).__name__} compares transition means, which a rollout does not keep. "
                 "Set algorithm.old_logp_source: replay."
@@ -186,8 +186,11 @@ class TransitionAlgorithm(RatioAlgorithm):
 
             reference = self.reference.evaluate(replay)
             policy = replay()
-            replayed_R = self._replayed_logp(micro, policy, rows)
             given_logp_R = None if rollout_R is None else rollout_R[rows]
+            if self.old_logp_source == "log-linear":
+                replayed_R = self._log_linear(micro, policy, given_logp_R, samples)
+            else:
+                replayed_R = self._replayed_logp(micro, policy, rows)
             loss_R, metrics = self.surrogate(
                 TransitionRows(
                     policy=policy,
@@ -258,6 +261,16 @@ class TransitionAlgorithm(RatioAlgorithm):
         if "logp" in micro.anchor:
             return micro.anchor["logp"].flatten()[rows]
         return policy.logp_R.detach() if micro.update == 0 else None
+
+    def _log_linear(
+        self, micro: MicroBatch, policy: TransitionStats, rollout_R: Tensor | None, sample_R: Tensor
+    ) -> Tensor:
+        if rollout_R is None:
+            raise ContractError(
+                "old_logp_source = 'log-linear' but the engine returned no log-probs. Use old_logp_source: replay."
+            )
+        share_B = self.log_linear_share(micro, self._policies)
+        return log_linear_logp(policy.logp_R, rollout_R, share_B[sample_R.to(share_B.device)])
 
     def _old_logp(self, replayed_R: Tensor | None, rollout_R: Tensor | None) -> Tensor:
         if self.old_logp_source != "rollout" and replayed_R is not None:

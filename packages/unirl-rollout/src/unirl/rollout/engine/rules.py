@@ -99,9 +99,10 @@ def engine_gives_what_is_trained_on(own: Part, run: Run) -> Messages:
     for algorithm in run.policy.algorithms.values():
         if algorithm.ability("requires_sde") and not own.ability("gives_latents"):
             yield f"{algorithm.name} replays denoising steps, but {own.name} returns no latents. Choose another engine."
-        if algorithm.get("old_logp_source") == "rollout" and not own.ability("gives_logp"):
+        source = algorithm.get("old_logp_source")
+        if source in ("rollout", "log-linear") and not own.ability("gives_logp"):
             yield (
-                f"{algorithm.at}.old_logp_source = rollout, but {own.name} returns no log-probs. Set "
+                f"{algorithm.at}.old_logp_source = {source}, but {own.name} returns no log-probs. Set "
                 f"{algorithm.at}.old_logp_source: replay."
             )
     sampling = run.sampling
