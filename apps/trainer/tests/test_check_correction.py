@@ -50,6 +50,15 @@ def test_a_correction_that_cannot_work_is_refused(recipe, changes, correction, m
         check_recipe(corrected(recipe, changes, correction))
 
 
+def test_a_noise_floor_is_for_denoising_steps(recipe):
+    check_recipe(corrected(recipe, {}, {"upper": 1.001, "noise_floor": 0.1}))
+    with pytest.raises(ConfigError, match="noise_floor = 0 must be above 0"):
+        check_recipe(corrected(recipe, {}, {"upper": 1.001, "noise_floor": 0}))
+    tokens = resolve(compose("worlds/arithmetic/grpo"))
+    with pytest.raises(ConfigError, match="rollout_correction.noise_floor leaves out denoising steps with little noise"):
+        check_recipe(corrected(tokens, {}, {"noise_floor": 0.1}))
+
+
 LINE = {"algorithm.old_logp_source": "log-linear"}
 
 

@@ -9,7 +9,7 @@ import torch
 from advantaged import with_advantages
 from diffusion_fakes import AffineField, displace, rollout, sampling, setup, some_advantages
 from torch import Tensor
-from transition_cases import close, micro_of, run, segment_of
+from transition_cases import close, flow_transitions, micro_of, run, segment_of
 
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -153,6 +153,114 @@ def test_the_updates_of_a_rollout_do_not_make_its_samples_older():
         assert [update["mismatch/staleness/max"] for update in result.updates] == [staleness] * 3
         dropped = [update["mismatch/correction/dropped_fraction"] for update in result.updates]
         assert dropped == [float(staleness > 1)] * 3
+
+
+# OP-GRPO ------------------------------------------------------------------------------------------------------------
+
+FLOOR = 0.65
+"""Above the noise of the last of the three steps alone."""
+
+
+def with_versions(track: Any, *versions: int) -> Any:
+    return track.replace(policy_versions=torch.tensor(versions))
+
+
+def test_the_floor_lies_between_two_steps():
+    made = setup(DiffusionGRPO)
+    std = made.pipeline.step_std(segment_of(rollout(made.pipeline).tracks["image"])).tolist()
+    assert std[2] < FLOOR < min(std[:2])
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_late_steps_of_stale_samples_count_neither_in_the_loss_nor_in_the_sequence(level: Any, rows: int | None):
+    correction = RolloutCorrection(level=level, mode="mask", lower=0.0, upper=None, noise_floor=FLOOR)
+    made = setup(DiffusionGRPO, rollout_correction=correction, rows_per_forward=rows)
+    track = with_versions(found_by_engine(made), 0, -1, 0, -4, -1, 0)
+    is_stale = [False, True, False, True, True, False]
+    expected = []
+    for gaps, stale in zip(GAPS.double().tolist(), is_stale, strict=True):
+        own = gaps[:2] if stale else gaps
+        joint = {"token": own, "sequence": [sum(own)] * 3, "geometric": [sum(own) / len(own)] * 3}[level]
+        expected += [math.exp(gap) for gap in joint[: len(own)]] + [0.0] * (3 - len(own))
+    micro = micro_of(track)
+    _, gradients, metrics = run(made, micro)
+    made.backend.zero_grad()
+    sample_R, step_R = made.algorithm.rows(micro)
+    stats = made.pipeline.replay(track.conditions, segment_of(track), sample_R, step_R, sampling())
+    loss = -(torch.tensor(expected) * micro.advantages[sample_R] * stats.logp_R).mean()
+    parameters = made.backend.parameters
+    close(gradients, dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)))
+    assert metrics["mismatch/correction/dropped_fraction"] == pytest.approx(3 / 18)
+
+
+def test_the_floor_leaves_fresh_samples_alone_bit_by_bit_in_every_update():
+    found = []
+    for floor in (None, FLOOR):
+        made = setup(DiffusionGRPO, updates=3, rollout_correction=RolloutCorrection(upper=1.25, noise_floor=floor))
+        resp = rollout(made.pipeline)
+        resp.tracks["image"] = with_versions(resp.tracks["image"], *[0] * 6)
+        made.stack.train(with_advantages(resp, some_advantages(6)), progress=0.0)
+        found.append(made.backend.gradients)
+    for mine, theirs in zip(*found, strict=True):
+        assert all(torch.equal(mine[name], gradient) for name, gradient in theirs.items())
+
+
+@pytest.mark.parametrize("rows", [None, 6])
+def test_the_weight_of_the_sequence_stands_outside_of_the_clip(rows: int | None):
+    """OP-GRPO: L = - mean of W min(r A, clip(r) A) over the steps with noise, W = the ratio of whole trajectories.
+
+    In float64 by the formulas of the kernel; the gradient by central differences.
+    """
+    correction = RolloutCorrection(level="sequence", lower=0.0, upper=1.4, noise_floor=FLOOR)
+    made = setup(
+        DiffusionGRPO,
+        model=AffineField(),
+        strategy=FlowSDEStrategy("sum"),
+        rollout_correction=correction,
+        clip_range=0.01,
+        rows_per_forward=rows,
+    )
+    track = with_versions(rollout(made.pipeline).tracks["image"], -2, -2, -2, -2, -2, -2)
+    elements = 12
+    thetas = [torch.tensor([0.7, 0.1], dtype=torch.float64)]
+
+    def now() -> Tensor:
+        return torch.cat([made.parameters[f"transformer.{name}"] for name in ("scale", "shift")]).double()
+
+    displace(made.backend, 0.3)
+    thetas.append(now())
+    anchor = made.algorithm.anchor(micro_of(track))
+    displace(made.backend, 0.01, seed=5)
+    present = now()
+    behave, prox = (flow_transitions(track, theta, eta=0.7)["logp"] * elements for theta in thetas)
+    weight_B = (prox - behave)[:, :2].sum(dim=1).exp().clamp(max=1.4)
+    advantages = some_advantages(6).double()[:, None]
+
+    def loss(theta: Tensor) -> float:
+        ratio = (flow_transitions(track, theta, eta=0.7)["logp"] * elements - prox)[:, :2].exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.99, 1.01) * advantages)
+        return -float((weight_B[:, None] * surrogate).sum()) / 18
+
+    value, gradients, metrics = run(made, micro_of(track, anchor=anchor))
+    assert value == pytest.approx(loss(present), rel=1e-3)
+    for index, name in enumerate(("scale", "shift")):
+        along = torch.zeros(2, dtype=torch.float64)
+        along[index] = 1e-6
+        difference = (loss(present + along) - loss(present - along)) / 2e-6
+        assert float(gradients[f"transformer.{name}"]) == pytest.approx(difference, rel=2e-3)
+    assert metrics["policy/clipfrac_high"] > 0
+    assert 0 < int((weight_B == 1.4).sum()) < 6
+    assert metrics["mismatch/correction/mean"] == pytest.approx(float(weight_B.mean()) * 2 / 3, rel=1e-3)
+
+
+def test_a_floor_needs_versions_and_must_leave_a_step():
+    made = setup(DiffusionGRPO, rollout_correction=RolloutCorrection(noise_floor=FLOOR))
+    with pytest.raises(ConfigError, match="noise_floor needs the version of the policy on every sample"):
+        run(made, micro_of(found_by_engine(made).replace(policy_versions=None)))
+    made = setup(DiffusionGRPO, rollout_correction=RolloutCorrection(noise_floor=50.0))
+    with pytest.raises(ConfigError, match="noise_floor = 50.0 leaves out every step of a stale sample: the standard"):
+        run(made, micro_of(found_by_engine(made)))
 
 
 def test_it_needs_log_probs_of_both():

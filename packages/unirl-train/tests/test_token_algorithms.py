@@ -296,6 +296,7 @@ def test_every_algorithm_finds_the_token_that_is_rewarded(kind: Any):
         (ARGRPO, {"clip_range": 0.2, "ratio_cap": 1.1}, "ratio_cap = 1.1"),
         (ARGRPO, {"kl_estimator": "exact"}, "kl_estimator = 'exact'"),
         (ARGRPO, {"old_logp_source": "rollout", "rollout_correction": RolloutCorrection()}, "old_logp_source: replay"),
+        (ARGRPO, {"rollout_correction": RolloutCorrection(noise_floor=0.1)}, "noise_floor leaves out denoising steps"),
         (ARGRPO, {"entropy_coef": -1.0}, "entropy_coef = -1.0"),
         (ARCISPO, {"ratio_max": 0.5}, "ratio_max = 0.5"),
         (ARDPPO, {"importance_level": "sequence"}, "must be token"),

@@ -85,6 +85,9 @@ class RolloutCorrection:
     m2_threshold: tokens or steps of the largest second moment get the weight 0 too, see `second_moment_cut`; 0.04 is
         the paper's for tokens. They are judged over all that an optimizer step trains on, on all devices, those aside
         that already have the weight 0. Costs a forward without gradients before the first update.
+    noise_floor: denoising steps of samples that are at least one optimizer step old get the weight 0 if the standard
+        deviation s of their noise is below this, and do not count in the ratio of their sequence: the log-ratio of two
+        policies grows as 1 / s. Of denoising steps alone; None leaves out none.
     A token or step with weight 0 stays in the number of terms that the loss is divided by.
     """
 
@@ -94,6 +97,7 @@ class RolloutCorrection:
     upper: float | None = 2.0
     max_staleness: NonNegativeInt | None = None
     m2_threshold: Positive | None = None
+    noise_floor: Positive | None = None
 
     def __post_init__(self) -> None:
         low, high = self.lower or 0.0, math.inf if self.upper is None else self.upper
@@ -104,23 +108,40 @@ class RolloutCorrection:
                 f"m2_threshold; got lower = {self.lower}, upper = {self.upper}"
             )
 
-    def weights(self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None) -> Tensor:
-        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None if unknown.
+    def weights(
+        self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None, noise_M: Tensor | None = None
+    ) -> Tensor:
+        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None if unknown. noise_M: standard
+        deviation of the noise of each denoising step, for `noise_floor`.
 
-        Raises ConfigError for a `max_staleness` that cannot be told.
+        Raises ConfigError for a `max_staleness` or `noise_floor` that cannot be told.
         """
-        weight_M = correction_weights(
-            log_gap_M, lengths_B, level=self.level, mode=self.mode, lower=self.lower, upper=self.upper
-        )
+        if self.noise_floor is None or noise_M is None:
+            weight_M = self._bounded(log_gap_M, lengths_B)
+        else:
+            is_stale_M = self._older_than(0, staleness_B, lengths_B, "noise_floor")
+            is_left_M = ~(is_stale_M & (noise_M.to(is_stale_M.device) < self.noise_floor))
+            weight_M = torch.zeros_like(log_gap_M)
+            weight_M[is_left_M] = self._bounded(log_gap_M[is_left_M], sequence_sum(is_left_M.long(), lengths_B))
         if self.max_staleness is None:
             return weight_M
+        is_old_M = self._older_than(self.max_staleness, staleness_B, lengths_B, "max_staleness")
+        return torch.where(is_old_M.to(weight_M.device), 0.0, weight_M)
+
+    def _bounded(self, log_gap_M: Tensor, lengths_B: Tensor) -> Tensor:
+        return correction_weights(
+            log_gap_M, lengths_B, level=self.level, mode=self.mode, lower=self.lower, upper=self.upper
+        )
+
+    @staticmethod
+    def _older_than(num_steps: int, staleness_B: Tensor | None, lengths_B: Tensor, key: str) -> Tensor:
+        """bool [M]: those of sequences that are more than `num_steps` optimizer steps old."""
         if staleness_B is None:
             raise ConfigError(
-                "algorithm.rollout_correction.max_staleness needs the version of the policy on every sample, which "
-                "this engine does not give. Set max_staleness: null."
+                f"algorithm.rollout_correction.{key} needs the version of the policy on every sample, which this "
+                f"engine does not give. Set {key}: null."
             )
-        is_fresh_M = (staleness_B.to(weight_M.device) <= self.max_staleness)[sequence_index(lengths_B)]
-        return torch.where(is_fresh_M, weight_M, 0.0)
+        return (staleness_B.to(lengths_B.device) > num_steps)[sequence_index(lengths_B)]
 
 
 def report_second_moment(metrics: RowMetrics, gap_M: Tensor, weight_M: Tensor, is_masked_M: Tensor) -> None:

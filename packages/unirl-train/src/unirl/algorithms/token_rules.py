@@ -29,4 +29,13 @@ def loss_has_its_length(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (tokens_can_be_replayed, loss_has_its_length)
+def correction_is_of_tokens(own: Part, run: Run) -> Messages:
+    """A correction of tokens says nothing of noise."""
+    correction = own.inner.get("rollout_correction")
+    if correction is not None and correction.get("noise_floor") is not None:
+        yield f"{correction.at}.{TOKENS_HAVE_NO_NOISE}"
+
+
+TOKENS_HAVE_NO_NOISE = "noise_floor leaves out denoising steps with little noise; tokens have none. Set it to null."
+
+RULES = (tokens_can_be_replayed, loss_has_its_length, correction_is_of_tokens)

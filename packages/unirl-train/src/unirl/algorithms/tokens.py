@@ -40,6 +40,7 @@ from unirl.algorithms.token_losses import (
     sequence_index,
     sequence_sum,
 )
+from unirl.algorithms.token_rules import TOKENS_HAVE_NO_NOISE
 from unirl.types.bounds import NonNegative, PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import AutoregressivePipeline, MeasuresReplays, TokenStats
@@ -127,6 +128,8 @@ class TokenAlgorithm(RatioAlgorithm):
             )
         if kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
+        if rollout_correction is not None and rollout_correction.noise_floor is not None:
+            raise ConfigError(f"algorithm.rollout_correction.{TOKENS_HAVE_NO_NOISE}")
         # No draw depends on the seed here.
         super().__init__(
             ReferenceKL(policies, coef=kl_coef, estimator=kl_estimator, adaptive=adaptive_kl),

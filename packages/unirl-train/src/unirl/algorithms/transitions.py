@@ -157,7 +157,7 @@ class TransitionAlgorithm(RatioAlgorithm):
             anchor["mean"] = torch.cat([part.mean for part in parts]).unflatten(0, shape)
         if self.judges_update:
             rollout_R = self._rollout_logp(micro, sample_R, step_R)
-            gap_R, weight_R = self._correction(micro, anchor["logp"].flatten(), rollout_R, sample_R)
+            gap_R, weight_R = self._correction(micro, anchor["logp"].flatten(), rollout_R, sample_R, step_R)
             anchor.update(gap=gap_R.view(shape), correction=weight_R.view(shape))
         return anchor
 
@@ -204,7 +204,7 @@ class TransitionAlgorithm(RatioAlgorithm):
                 )
             )
             if self.rollout_correction is not None:
-                gap_R, weight_R = self._correction(micro, replayed_R, given_logp_R, samples, metrics)
+                gap_R, weight_R = self._correction(micro, replayed_R, given_logp_R, samples, steps, metrics)
                 if "m2_masked" in micro.anchor:
                     weight_R = micro.anchor["correction"].flatten()[rows]
                     report_second_moment(metrics, gap_R, weight_R, micro.anchor["m2_masked"].flatten()[rows])
@@ -294,6 +294,7 @@ class TransitionAlgorithm(RatioAlgorithm):
         replayed_R: Tensor | None,
         rollout_R: Tensor | None,
         sample_R: Tensor,
+        step_R: Tensor,
         metrics: RowMetrics | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The gap [R] between the trainer's log-probs and the engine's of whole samples' rows, and their weights."""
@@ -309,7 +310,21 @@ class TransitionAlgorithm(RatioAlgorithm):
             if metrics is not None:
                 report_staleness(metrics, staleness_B.float())
         gap_R = replayed_R - rollout_R.to(replayed_R.device)
-        return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B)
+        noise_R = None if self.rollout_correction.noise_floor is None else self._noise(micro.segment, step_R)
+        return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B, noise_R)
+
+    def _noise(self, segment: LatentSegment, step_R: Tensor) -> Tensor:
+        """Standard deviation [R] of the noise of some steps. Raises ConfigError if a floor leaves no step."""
+        std_S = self._pipeline.step_std(segment)
+        floor = None if self.rollout_correction is None else self.rollout_correction.noise_floor
+        if floor is not None and not bool((std_S >= floor).any()):
+            raise ConfigError(
+                f"algorithm.rollout_correction.noise_floor = {floor} leaves out every step of a stale sample: the "
+                f"standard deviations of their noise are {', '.join(f'{std:.3g}' for std in std_S.tolist())}. Set it "
+                "between two of them."
+            )
+        columns = {step: column for column, step in enumerate(segment.sde_indices)}
+        return std_S[[columns[step] for step in step_R.tolist()]]
 
     def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
         if not self.keeps_anchor_means:
