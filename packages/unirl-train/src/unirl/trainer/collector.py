@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -33,6 +34,25 @@ Show = Callable[[Held], None]
 """Called with a scored response, before selection."""
 
 
+Rows = tuple[Held, list[int]]
+"""Some samples of a held value, by their places in it."""
+
+
+@dataclass(frozen=True)
+class ScoredGroups:
+    """Groups of one request with their rewards, complete, where they were made."""
+
+    pieces: list[Rows]
+    """The samples in order, without groups that were replaced."""
+    gauges: dict[str, float]
+    """Scoring metrics, the largest of all workers and refills."""
+
+    def release(self) -> None:
+        """Free the samples, replaced ones too."""
+        for held, _ in self.pieces:
+            held.release()
+
+
 @dataclass(frozen=True)
 class ScoredRollout:
     """A rollout with rewards and advantages in its tracks, held by the workers."""
@@ -53,8 +73,9 @@ class Collector(Generic[ParamsT]):
     rollout_policy: named copies of the weights to sample from; None is the policy being trained.
     scored_track: the track whose media are scored; None is the root. Its ancestors get the rewards too.
     track_advantages: used instead of `advantages` for the named tracks.
-    A rollout is unfinished from `collect` until `finished` is called. `state_dict` is the state before the oldest
-    unfinished one, so a resumed run collects that again and loses no prompts.
+    A rollout is unfinished from its first request until `finished` is called. `state_dict` is the state before the
+    oldest unfinished one, so a resumed run collects that again and loses no prompts.
+    One thread may ask for samples (`sampled`) while another makes rollouts of them (`ready`).
     """
 
     def __init__(
@@ -87,20 +108,33 @@ class Collector(Generic[ParamsT]):
         self._reward = runtime.role("reward", RewardRole)
         self._stack = runtime.role("stack", StackRole)
         self._num_dropped_groups = 0
+        self._asking = threading.Lock()
         self._unfinished: dict[int, dict[str, Any]] = {}
+        """State of the requests before the first one of each unfinished rollout."""
+        self._untrained: dict[int, dict[str, Any]] = {}
+        """State of the advantages before each unfinished rollout that has some."""
 
     def prepare(self, evaluator: Evaluator | None) -> None:
         """Prepare the engine for the run. Called once, before training or resuming."""
         self._modality.prepare(self._runtime, self._data, self._sampling, evaluator)
 
     def collect(self, rollout_id: int, *, show: Show | None = None) -> ScoredRollout:
-        """One rollout, scored and selected. Raises what engine and scorers raise, and RewardError if groups without a
-        score are left after `max_refills` refills."""
-        self._unfinished[rollout_id] = self._state()
+        """One rollout, scored and selected; raises what `sampled` raises."""
+        return self.ready(rollout_id, [self.sampled(rollout_id, self._settings.batch_size)], show=show)
+
+    def sampled(self, rollout_id: int, num_prompts: int) -> ScoredGroups:
+        """Samples of the next prompts, for a rollout or a part of one, with their rewards. Raises what engine and
+        scorers raise, and RewardError if groups without a score are left after `max_refills` refills."""
+        with self._clock.phase("other"), self._asking:
+            self._unfinished.setdefault(rollout_id, self._request_state())
+            req = self.request(rollout_id, num_prompts)
+        return self._refilled(*self._scored(req), rollout_id)
+
+    def ready(self, rollout_id: int, groups: Sequence[ScoredGroups], *, show: Show | None = None) -> ScoredRollout:
+        """A rollout of some groups, which it takes over, with advantages, selected."""
         with self._clock.phase("other"):
-            req = self.request(rollout_id, self._settings.batch_size)
-        resp, gauges = self._refilled(*self._scored(req), rollout_id)
-        with self._clock.phase("other"):
+            self._untrained[rollout_id] = self._advantage_state()
+            resp, gauges = self._joined(groups), largest([each.gauges for each in groups])
             progress = self._settings.progress(rollout_id)
             root = resp.meta.root_name()
             num_samples = resp.meta.track(self._scored_track or root).batch_size
@@ -115,7 +149,8 @@ class Collector(Generic[ParamsT]):
 
     def finished(self, rollout_id: int) -> None:
         """Mark a rollout as trained on, so that it is not collected again."""
-        del self._unfinished[rollout_id]
+        with self._asking:
+            del self._unfinished[rollout_id], self._untrained[rollout_id]
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """A request for the next prompts of the data, with everything pinned."""
@@ -132,40 +167,54 @@ class Collector(Generic[ParamsT]):
             resp.refresh()
         return resp, largest(gauges)
 
-    def _refilled(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> tuple[Held, dict[str, float]]:
+    def _refilled(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> ScoredGroups:
         """Replace groups that a scorer dropped, and with dynamic sampling groups of equal rewards, by fresh prompts
         until the batch is complete.
 
         After `max_refills` attempts, groups of equal rewards stay, and groups without a score raise RewardError.
         """
+        groups = ScoredGroups([(resp, list(range(resp.meta.batch_size)))], gauges)
         for _ in range(self._settings.max_refills):
-            track = resp.meta.root_track()
-            failed = track.failed_groups
-            dropped = failed | self._uninformative_groups(track)
+            held, rows = groups.pieces[-1]
+            track = held.meta.root_track().select(rows)
+            dropped = track.failed_groups | self._uninformative_groups(track)
             if not dropped:
-                return resp, gauges
+                return groups
             self._num_dropped_groups += len(dropped)
-            if failed:
-                logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, len(failed))
-            keep = [row for row, group in enumerate(track.group_ids) if group not in dropped]
+            if failed := len(track.failed_groups):
+                logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, failed)
+            kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
             with self._clock.phase("other"):
                 req = self._fresh_groups(rollout_id, len(dropped))
             fresh, measured = self._scored(req)
-            gauges = largest([gauges, measured])
-            wanted = list(range(track.batch_size - len(keep)))
-            with self._clock.phase("other"):
-                whole = self._runtime.gather([(held, rows) for held, rows in ((resp, keep), (fresh, wanted)) if rows])
-                resp.release()
-                fresh.release()
-            resp = whole
-        track = resp.meta.root_track()
+            if not kept:
+                held.release()
+            pieces = [
+                *groups.pieces[:-1],
+                *([(held, kept)] if kept else []),
+                (fresh, list(range(len(rows) - len(kept)))),
+            ]
+            groups = ScoredGroups(pieces, largest([groups.gauges, measured]))
+        held, rows = groups.pieces[-1]
+        track = held.meta.root_track().select(rows)
         if track.failed_groups:
+            groups.release()
             raise RewardError(
                 f"{len(track.failed_groups)} groups still could not be scored after {self._settings.max_refills} "
                 f"refills: {sorted(track.failed_groups)[:4]}; "
                 f"first error: {next((error for error in track.reward_errors if error), None)}"
             )
-        return resp, gauges
+        return groups
+
+    def _joined(self, groups: Sequence[ScoredGroups]) -> Held:
+        """The samples of all groups as one value; those that it copies are released."""
+        pieces = [piece for each in groups for piece in each.pieces]
+        if len(pieces) == 1 and len(pieces[0][1]) == pieces[0][0].meta.batch_size:
+            return pieces[0][0]
+        whole = self._runtime.gather(pieces)
+        for each in groups:
+            each.release()
+        return whole
 
     def _uninformative_groups(self, track: RolloutTrack) -> set[str]:
         if not self._selection.dynamic_sampling:
@@ -260,18 +309,21 @@ class Collector(Generic[ParamsT]):
         """Fingerprint of the data's rows; None if the source has none."""
         return self._data.state_dict().get("fingerprint")
 
-    def _state(self) -> dict[str, Any]:
+    def _request_state(self) -> dict[str, Any]:
+        return {"data": self._data.state_dict(), "num_dropped_groups": self._num_dropped_groups}
+
+    def _advantage_state(self) -> dict[str, Any]:
         own = {track: each.state_dict() for track, each in self._track_advantages.items()}
-        return {
-            "data": self._data.state_dict(),
-            "advantages": self._advantages.state_dict(),
-            "num_dropped_groups": self._num_dropped_groups,
-            **({"track_advantages": own} if own else {}),
-        }
+        return {"advantages": self._advantages.state_dict(), **({"track_advantages": own} if own else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """State of collecting, as it was before the oldest unfinished rollout."""
-        return self._unfinished[min(self._unfinished)] if self._unfinished else self._state()
+        with self._asking:
+            asked, untrained = self._unfinished, self._untrained
+            return {
+                **(asked[min(asked)] if asked else self._request_state()),
+                **(untrained[min(untrained)] if untrained else self._advantage_state()),
+            }
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
         """Restore `state_dict`; state about changed rows or rewards is reset.
