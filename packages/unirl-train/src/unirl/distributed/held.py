@@ -44,6 +44,10 @@ class Holder(Protocol):
         """Free a held value on every worker."""
         ...
 
+    def landed(self, held: Held) -> Held:
+        """See `Held.landed`."""
+        ...
+
 
 class Held:
     """A result that stays with the workers that made it. The driver has its ids and versions, and the values it
@@ -57,6 +61,8 @@ class Held:
         self._metas = metas
         self._is_released = False
         self.key = key
+        self.is_landed = False
+        """True if no worker holds it, see `landed`."""
 
     @property
     def meta(self) -> RolloutResp:
@@ -91,6 +97,12 @@ class Held:
         moved = runtime.gather([(self, range(sum(meta.batch_size for meta in self._metas)))])
         self.release()
         self._runtime, self.key, self._metas, self._is_released = runtime, moved.key, moved._metas, False
+        self.is_landed = False
+
+    def landed(self) -> Held:
+        """The value where it waits for no call of the workers that made it and outlives them; it moves to the workers
+        that are called with it. This one may no longer be used."""
+        return self._runtime.landed(self)
 
     def map(self, function: Callable[..., ResultT], *args: Any) -> list[ResultT]:
         """function(value, *args) on the workers that hold the value; one result per shard. `function` must pickle.

@@ -321,6 +321,10 @@ class Runtime(ABC):
         """Free a held value on every worker."""
         self._invoke_all([(rank, "release", (key,)) for rank in range(self.num_workers)])
 
+    def landed(self, held: Held) -> Held:
+        """See `Held.landed`; here it stays where it is."""
+        return held
+
     def gauges(self) -> dict[str, float]:
         """What these workers did since the last call, for `pool_metrics` of a run with several pools."""
         return {}
@@ -347,7 +351,7 @@ class Runtime(ABC):
     def _key_of(self, value: Any) -> Any:
         if not isinstance(value, Held):
             return value
-        if value.runtime in self.neighbours:
+        if value.is_landed or value.runtime in self.neighbours:
             value.move_to(self)
         return value.key_for(self)
 

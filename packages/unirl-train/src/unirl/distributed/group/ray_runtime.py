@@ -20,10 +20,13 @@ from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.dispatch import HeldKey, shard_ranks
 from unirl.distributed.group.device_pool import Block, DevicePool, reserved
 from unirl.distributed.group.framework import ray_module
+from unirl.distributed.group.object_store import ObjectStore
 from unirl.distributed.group.ray_worker import CONTROL, ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
+from unirl.distributed.held import Held
 from unirl.distributed.pools.served import Ask
+from unirl.distributed.pools.shelf import Shelf
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.tensor.transport import outgoing
@@ -105,6 +108,7 @@ class RayRuntime(Runtime):
         self._processes: list[ProcessInfo] = []
         self._failure: str | None = None
         self.clock = BusyClock()
+        self._shelf = Shelf(ObjectStore())
         self._components: Mapping[str, ComponentInfo] = {}
         self._mesh: Sequence[MeshPlace] = ()
         atexit.register(self.close)
@@ -236,6 +240,12 @@ class RayRuntime(Runtime):
         picked = [(rank, *self._plane.pick(self._actors[rank], key, rows)) for rank, key, rows in calls]
         self._await({done: rank for rank, done, _ in picked if done is not None}, "pick", self._timeout_s)
         return [rows for _, _, rows in picked]
+
+    def landed(self, held: Held) -> Held:
+        """See Runtime: as objects of the driver, which other workers fetch while these ones work. Needs Ray's objects
+        as the plane."""
+        whole = [(shard, held.key, tuple(range(meta.batch_size))) for shard, meta in enumerate(held.metas)]
+        return self._shelf.landing(held, self.pick_rows(whole))
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
         self._require_open()

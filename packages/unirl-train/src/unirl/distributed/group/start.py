@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirl.distributed.group.device_pool import Block, DevicePool
-from unirl.distributed.group.ray_member import ObjectStore, RayMember
+from unirl.distributed.group.object_store import ObjectStore
+from unirl.distributed.group.ray_member import RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.pools.served import ServedPool

@@ -18,6 +18,7 @@ from unirl.distributed.dispatch import HeldKey, collected, num_samples
 from unirl.distributed.exchange import plan_shards
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.held import Future, Held
+from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ConfigError, ContractError, WorkerError
@@ -65,26 +66,6 @@ class WorkerMember(Member, Protocol):
         ...
 
 
-class Store(Protocol):
-    """Keeps what members made where it outlives them."""
-
-    def put(self, value: RolloutResp) -> Any:  # Any: the store's own
-        """Keep a value of this process."""
-        ...
-
-    def get(self, stored: Any) -> RolloutResp:  # Any: the store's own
-        """The value in this process."""
-        ...
-
-    def rows(self, stored: Any, rows: Sequence[int]) -> Any:  # Any: the store's own, see `Runtime.pick_rows`
-        """Some samples, for workers of other groups that assemble a new value."""
-        ...
-
-    def joined(self, picked: Sequence[Any]) -> Any:  # Any: what `Runtime.pick_rows` of other groups gives
-        """Rows of other groups as one argument of a member."""
-        ...
-
-
 class ServedPool(Runtime):
     """The members of a pool as a runtime.
 
@@ -110,7 +91,7 @@ class ServedPool(Runtime):
         self._store = store
         self._num_devices = num_devices
         self._rows_per_call = rows_per_call
-        self._stored: dict[HeldKey, list[Any]] = {}  # Any: the store's own
+        self._shelf = Shelf(store)
         self._check_size(num_members)
         self._members = {number: make(number) for number in range(num_members)}
         """Device of the pool -> its member."""
@@ -229,7 +210,7 @@ class ServedPool(Runtime):
         if collect is not Collect.HOLD:
             return collected(collect, found)
         key = HeldKey(next(self._numbers))
-        self._stored[key] = [stored for _, stored in found]
+        self._shelf.keep(key, [stored for _, stored in found])
         return Held(self, key, [meta for meta, _ in found])
 
     def _target(self, num_rows: int) -> int:
@@ -258,22 +239,17 @@ class ServedPool(Runtime):
     def hold(self, value: RolloutResp) -> Held:
         """See Runtime; in one piece."""
         key = HeldKey(next(self._numbers))
-        self._stored[key] = [self._store.put(value)]
+        self._shelf.keep(key, [self._store.put(value)])
         return Held(self, key, [value.metadata_only()])
 
     def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: see Runtime
-        return [self._store.rows(self._stored[key][shard], rows) for shard, key, rows in calls]
+        return self._shelf.pick_rows(calls)
 
     def map_held(
         self, key: HeldKey, function: Callable[..., Any], shard_args: Sequence[tuple[Any, ...]]
     ) -> list[Any]:  # Any: what the function gives
-        """See Runtime. The rare way: members keep nothing, so values are fetched and kept anew."""
-        results = []
-        for shard, args in enumerate(shard_args):
-            value = self._store.get(self._stored[key][shard])
-            results.append(function(value, *args))
-            self._stored[key][shard] = self._store.put(value)
-        return results
+        """See Runtime and `Shelf.map_held`."""
+        return self._shelf.map_held(key, function, shard_args)
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
         """Not of a served pool: WorkerGroups gathers on the workers that train."""
@@ -283,11 +259,11 @@ class ServedPool(Runtime):
 
     def release(self, key: HeldKey) -> None:
         """Forget a value."""
-        self._stored.pop(key, None)
+        self._shelf.release(key)
 
     def num_held(self) -> int:
         """Values in the store."""
-        return len(self._stored)
+        return len(self._shelf)
 
     # What a runtime is asked besides -------------------------------------------------------------------------------
 
@@ -325,7 +301,7 @@ class ServedPool(Runtime):
         """Stop every member. Safe to call twice."""
         if not self.is_closed:
             self._is_closed = True
-            self._stored.clear()
+            self._shelf.clear()
             self._pool.stop()
 
 

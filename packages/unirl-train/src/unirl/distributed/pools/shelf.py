@@ -1,0 +1,88 @@
+"""Values in a store that outlives the workers which made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from unirl.distributed.dispatch import HeldKey
+from unirl.distributed.held import Held
+from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutResp
+
+
+class Store(Protocol):
+    """Keeps what workers made where it outlives them."""
+
+    def put(self, value: RolloutResp) -> Any:  # Any: the store's own
+        """Keep a value of this process."""
+        ...
+
+    def get(self, stored: Any) -> RolloutResp:  # Any: the store's own
+        """The value in this process."""
+        ...
+
+    def rows(self, stored: Any, rows: Sequence[int]) -> Any:  # Any: the store's own, see `Runtime.pick_rows`
+        """Some samples, for workers of other groups that assemble a new value."""
+        ...
+
+    def joined(self, picked: Sequence[Any]) -> Any:  # Any: what `Runtime.pick_rows` of other groups gives
+        """Rows of other groups as one argument of a member."""
+        ...
+
+
+class Shelf:
+    """Held values in a store, by key, each in pieces. Implements Holder."""
+
+    is_closed = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._stored: dict[HeldKey, list[Any]] = {}  # Any: the store's own
+
+    def keep(self, key: HeldKey, pieces: list[Any]) -> None:  # Any: the store's own
+        """Keep a value that the store already has."""
+        self._stored[key] = pieces
+
+    def landing(self, held: Held, pieces: list[Any]) -> Held:  # Any: the store's own
+        """A value that workers held, of which the store has the pieces; the workers forget it."""
+        self.keep(held.key, pieces)
+        held.release()
+        landed = Held(self, held.key, list(held.metas))
+        landed.is_landed = True
+        return landed
+
+    def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: see Runtime
+        """See Runtime."""
+        return [self._store.rows(self._stored[key][shard], rows) for shard, key, rows in calls]
+
+    def map_held(
+        self, key: HeldKey, function: Callable[..., Any], shard_args: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:  # Any: what the function gives
+        """See Runtime. The rare way: nobody works on stored values, so they are fetched and kept anew."""
+        results = []
+        for shard, args in enumerate(shard_args):
+            value = self._store.get(self._stored[key][shard])
+            results.append(function(value, *args))
+            self._stored[key][shard] = self._store.put(value)
+        return results
+
+    def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
+        """Not of a store: the workers that train gather."""
+        raise ContractError("a store assembles nothing; gather where it is trained on")
+
+    def landed(self, held: Held) -> Held:
+        """Itself."""
+        return held
+
+    def release(self, key: HeldKey) -> None:
+        """Forget a value."""
+        self._stored.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._stored.clear()
+
+    def __len__(self) -> int:
+        """Number of values."""
+        return len(self._stored)
