@@ -1,4 +1,4 @@
-"""Engine, push and layout of a recipe chosen by parts, as docs/guides/engines_and_layouts.md says."""
+"""Engine, push, layout and schedule of a recipe chosen by parts, as docs/guides/{engines_and_layouts,async}.md say."""
 
 import re
 import shlex
@@ -13,10 +13,10 @@ from unirl.config.placement import devices_between
 from unirl.config.recipes import compose, resolve
 from unirl.types.errors import ConfigError
 
-PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "engines_and_layouts.md").read_text()
-FITS, REFUSED = PAGE.split("## What is refused")
-COMBINATIONS = re.findall(r"\| `trainer (.+)` \|$", FITS, re.MULTILINE)
-MISTAKES = re.findall(r"^\| `trainer (.+)` \| (.+) \|$", REFUSED, re.MULTILINE)
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+PAGES = [(GUIDES / name).read_text().split("## What is refused") for name in ("engines_and_layouts.md", "async.md")]
+COMBINATIONS = [line for fits, _ in PAGES for line in re.findall(r"\| `trainer (.+)` \|$", fits, re.MULTILINE)]
+MISTAKES = [line for _, bad in PAGES for line in re.findall(r"^\| `trainer (.+)` \| (.+) \|$", bad, re.MULTILINE)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def test_what_does_not_go_together_is_one_message(command, message):
         checked(shlex.split(command))
 
 
-def test_the_page_has_combinations_and_mistakes():
-    assert len(COMBINATIONS) >= 20 and len(MISTAKES) >= 7
+def test_the_pages_have_combinations_and_mistakes():
+    assert len(COMBINATIONS) >= 27 and len(MISTAKES) >= 19
 
 
 @pytest.mark.parametrize("former", [name for name, now in former_names().items() if "=" in now])

@@ -94,6 +94,11 @@ def bench_recipe(
         raise ConfigError("bench measures one process; set runtime=local num_devices=1")
     if len(run.policies) > 1:
         raise ConfigError("bench measures the training of one policy, this recipe has several. Bench one of each.")
+    if run.file.schedule.kind != "sync":
+        raise ConfigError(
+            "bench measures one phase after the other, and this recipe's schedule lets them overlap. Set "
+            "schedule.kind=sync; the metrics of a run measure the overlap (schedule/...)."
+        )
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)

@@ -22,6 +22,7 @@ class ARFineTuning(TokenAlgorithm):
     Everything else: see `TokenAlgorithm`; no ratio enters the loss, so `importance_level` changes metrics alone.
     """
 
+    takes_stale_samples: ClassVar[bool] = True
     requires_weights: ClassVar[bool] = True
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:

@@ -131,6 +131,9 @@ class StageAlgorithm(ABC):
     """True if advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
     teacher_option: ClassVar[str | None] = None
     """Keyword that names the policy it asks, which neither trains nor samples; it comes through `use_teacher`."""
+    takes_stale_samples: ClassVar[bool] = False
+    """True if samples of older weights need no correction: the objective does not weigh them against the policy that
+    made them."""
     is_on_policy: ClassVar[bool] = False
     """True if a rollout serves one update only."""
     samples_per_unit: int = 1

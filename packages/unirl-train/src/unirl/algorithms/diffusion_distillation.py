@@ -44,6 +44,7 @@ class DiffusionDistillation(PenalisedAlgorithm):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.teacher_rules"
     teacher_option: ClassVar[str | None] = "teacher"
+    takes_stale_samples: ClassVar[bool] = True
     trained_rows: ClassVar[str | int | None] = "num_timesteps"
 
     def __init__(

@@ -67,6 +67,7 @@ class ForwardProcessAlgorithm(PenalisedAlgorithm):
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.forward_process_rules"
+    takes_stale_samples: ClassVar[bool] = True
     trained_rows: ClassVar[str | int | None] = "num_timesteps"
 
     def __init__(

@@ -231,6 +231,24 @@ class Residency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Which phases of a run overlap, see docs/guides/async.md."""
+
+    kind: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: collect, then train. async: rollouts are collected while others are trained on, up to `max_staleness`.
+    one_step_off: async with one version and whole rollouts."""
+    max_staleness: NonNegativeInt | None = None
+    """Versions by which the weights that train may be newer than those that a sample began with; None: 1 of async."""
+    groups_per_request: PositiveInt | None = None
+    """Prompts that the engine is asked for at once; None: those of a rollout. New weights are taken in between."""
+
+    @property
+    def staleness(self) -> int:
+        """Versions by which samples may be old."""
+        return 0 if self.kind == "sync" else 1 if self.max_staleness is None else self.max_staleness
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """Samples that a run keeps in its folder `samples`, see docs/reference/run_directory.md."""
 
@@ -302,6 +320,7 @@ class Recipe:
     resume_changes: Literal["refuse", "allow"] = "refuse"
     save: Save = Save()
     residency: Residency = Residency()
+    schedule: Schedule = Schedule()
     eval: Annotated[
         Node | None,
         Component(
@@ -337,6 +356,7 @@ RUN_RULES = (
     "unirl.trainer.rules",
     "unirl.trainer.stage_rules",
     "unirl.trainer.residency_rules",
+    "unirl.trainer.loops.rules",
 )
 """Modules with rules of the whole run, which take only the run; see `unirl.types.recipe`."""
 

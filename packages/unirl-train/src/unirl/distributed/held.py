@@ -45,7 +45,7 @@ class Holder(Protocol):
         ...
 
     def landed(self, held: Held) -> Held:
-        """See `Held.landed`."""
+        """The value where it waits for no worker, see `Held.landed`."""
         ...
 
 

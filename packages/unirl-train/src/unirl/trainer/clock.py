@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,8 @@ TRAINING = ("sync", "rollout", "reward", "train", "other", MOVING)
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases. Phases do not nest.
+    """Adds up the seconds of named phases. Phases do not nest; those of two threads may overlap, and then CPU seconds
+    count for both.
 
     observer: context entered around every phase, given its name (benchmarks count operations with it).
     """
@@ -25,6 +27,7 @@ class PhaseClock:
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._step: dict[str, float] = {}
+        self._adding = threading.Lock()
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -43,9 +46,10 @@ class PhaseClock:
                 yield
         finally:
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
-            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu
-            self._step[name] = self._step.get(name, 0.0) + wall
+            with self._adding:
+                self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
+                self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu
+                self._step[name] = self._step.get(name, 0.0) + wall
 
     @property
     def training_cpu_s(self) -> float:
@@ -54,8 +58,9 @@ class PhaseClock:
 
     def step_metrics(self) -> dict[str, float]:
         """Wall seconds by phase since the last call, as `timing_s/<phase>`."""
-        metrics = {f"timing_s/{name}": seconds for name, seconds in self._step.items()}
-        self._step = {}
+        with self._adding:
+            metrics = {f"timing_s/{name}": seconds for name, seconds in self._step.items()}
+            self._step = {}
         return metrics
 
     def state_dict(self) -> dict[str, dict[str, float]]:

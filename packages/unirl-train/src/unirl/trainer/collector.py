@@ -73,9 +73,11 @@ class Collector(Generic[ParamsT]):
     rollout_policy: named copies of the weights to sample from; None is the policy being trained.
     scored_track: the track whose media are scored; None is the root. Its ancestors get the rewards too.
     track_advantages: used instead of `advantages` for the named tracks.
+    collects_ahead: samples are put where they do not wait for the workers that made them (`Held.landed`).
     A rollout is unfinished from its first request until `finished` is called. `state_dict` is the state before the
     oldest unfinished one, so a resumed run collects that again and loses no prompts.
-    One thread may ask for samples (`sampled`) while another makes rollouts of them (`ready`).
+    One thread may generate, another one score, a third make rollouts of what was scored (`ready`). A refill generates
+    from the second; `engine_in_use` is held while the engine does, and by who pushes to it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Collector(Generic[ParamsT]):
         rollout_policy: Copies = None,
         scored_track: str | None = None,
         track_advantages: Mapping[str, Advantages] | None = None,
+        collects_ahead: bool = False,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -107,7 +110,9 @@ class Collector(Generic[ParamsT]):
         self._engine = runtime.role("engine", EngineRole)
         self._reward = runtime.role("reward", RewardRole)
         self._stack = runtime.role("stack", StackRole)
+        self._collects_ahead = collects_ahead
         self._num_dropped_groups = 0
+        self.engine_in_use = threading.Lock()
         self._asking = threading.Lock()
         self._unfinished: dict[int, dict[str, Any]] = {}
         """State of the requests before the first one of each unfinished rollout."""
@@ -125,10 +130,18 @@ class Collector(Generic[ParamsT]):
     def sampled(self, rollout_id: int, num_prompts: int) -> ScoredGroups:
         """Samples of the next prompts, for a rollout or a part of one, with their rewards. Raises what engine and
         scorers raise, and RewardError if groups without a score are left after `max_refills` refills."""
+        return self.scored(rollout_id, self.generated(rollout_id, num_prompts))
+
+    def generated(self, rollout_id: int, num_prompts: int) -> Held:
+        """The first half of `sampled`: samples without rewards."""
         with self._clock.phase("other"), self._asking:
             self._unfinished.setdefault(rollout_id, self._request_state())
             req = self.request(rollout_id, num_prompts)
-        return self._refilled(*self._scored(req), rollout_id)
+        return self._generated(req)
+
+    def scored(self, rollout_id: int, resp: Held) -> ScoredGroups:
+        """The second half of `sampled`: rewards, and other groups for those without."""
+        return self._refilled(*self._scored(resp), rollout_id)
 
     def ready(self, rollout_id: int, groups: Sequence[ScoredGroups], *, show: Show | None = None) -> ScoredRollout:
         """A rollout of some groups, which it takes over, with advantages, selected."""
@@ -158,14 +171,19 @@ class Collector(Generic[ParamsT]):
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
-    def _scored(self, req: RolloutReq) -> tuple[Held, dict[str, float]]:
+    def _generated(self, req: RolloutReq) -> Held:
+        with self.engine_in_use, self._clock.phase("rollout"):
+            return self._landed(self._engine.generate(req, policy=self.rollout_policy))
+
+    def _scored(self, resp: Held) -> tuple[Held, dict[str, float]]:
         """A response with rewards in the scored track and its ancestors, and the slowest worker's scoring metrics."""
-        with self._clock.phase("rollout"):
-            resp = self._engine.generate(req, policy=self.rollout_policy)
         with self._clock.phase("reward"):
             gauges = self._reward.score_track(resp, self._scored_track or resp.meta.root_name())
             resp.refresh()
-        return resp, largest(gauges)
+            return self._landed(resp), largest(gauges)
+
+    def _landed(self, resp: Held) -> Held:
+        return resp.landed() if self._collects_ahead else resp
 
     def _refilled(self, resp: Held, gauges: dict[str, float], rollout_id: int) -> ScoredGroups:
         """Replace groups that a scorer dropped, and with dynamic sampling groups of equal rewards, by fresh prompts
@@ -186,7 +204,7 @@ class Collector(Generic[ParamsT]):
             kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
             with self._clock.phase("other"):
                 req = self._fresh_groups(rollout_id, len(dropped))
-            fresh, measured = self._scored(req)
+            fresh, measured = self._scored(self._generated(req))
             if not kept:
                 held.release()
             pieces = [
@@ -209,7 +227,7 @@ class Collector(Generic[ParamsT]):
     def _joined(self, groups: Sequence[ScoredGroups]) -> Held:
         """The samples of all groups as one value; those that it copies are released."""
         pieces = [piece for each in groups for piece in each.pieces]
-        if len(pieces) == 1 and len(pieces[0][1]) == pieces[0][0].meta.batch_size:
+        if len(pieces) == 1 and len(pieces[0][1]) == pieces[0][0].meta.batch_size and not self._collects_ahead:
             return pieces[0][0]
         whole = self._runtime.gather(pieces)
         for each in groups:

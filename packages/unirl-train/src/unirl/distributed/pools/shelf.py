@@ -53,13 +53,12 @@ class Shelf:
         return landed
 
     def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:  # Any: see Runtime
-        """See Runtime."""
         return [self._store.rows(self._stored[key][shard], rows) for shard, key, rows in calls]
 
     def map_held(
         self, key: HeldKey, function: Callable[..., Any], shard_args: Sequence[tuple[Any, ...]]
     ) -> list[Any]:  # Any: what the function gives
-        """See Runtime. The rare way: nobody works on stored values, so they are fetched and kept anew."""
+        """See Runtime. The rare way: no worker holds stored values, so they are fetched and kept anew."""
         results = []
         for shard, args in enumerate(shard_args):
             value = self._store.get(self._stored[key][shard])

@@ -24,6 +24,7 @@ from unirl.trainer.collector import Collector
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
+from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.modality import Modality
 from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
@@ -101,6 +102,7 @@ def make_trainer(
             scorers=[name for name, weight in scorer_weights(recipe["reward"]).items() if weight >= 0],
             learns_from_reward=not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
         ),
+        max_staleness=file.schedule.staleness,
         trackers=trackers,
         run_dir=run_dir,
         config=shown,
@@ -116,7 +118,17 @@ def make_trainer(
             if stage.advantages is not run.advantages and stage.track in run.all_policies[stage.policy].algorithms
         },
         clock=clock,
-        loop=lambda **parts: build_part(run.trainer, components()["trainer"], parts),
+        collects_ahead=file.schedule.kind != "sync",
+        loop=_loop_of(run),
+    )
+
+
+def _loop_of(run: ComposedRun) -> Callable[..., Trainer]:
+    schedule = run.file.schedule
+    if schedule.kind == "sync":
+        return lambda **parts: build_part(run.trainer, components()["trainer"], parts)
+    return functools.partial(
+        AsyncTrainer, max_staleness=schedule.staleness, groups_per_request=schedule.groups_per_request
     )
 
 
@@ -147,10 +159,13 @@ def assemble(
     clock: PhaseClock | None = None,
     loop: Callable[..., Trainer] = Trainer,
     samples: Samples | None = None,
+    collects_ahead: bool = False,
+    max_staleness: int = 0,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
-    guardrails: makes the guardrails, given `exact_ratios` of the stack.
+    guardrails: makes the guardrails, given `exact_ratios` of the stack, or none where samples may be older than the
+    weights that train. collects_ahead, max_staleness: see `Collector` and `Schedule`.
     """
     clock = clock if clock is not None else PhaseClock()
     stack = runtime.role("stack", StackRole)
@@ -166,8 +181,9 @@ def assemble(
         selection=selection,
         rollout_policy=stack.rollout_policy(),
         scored_track=scored_track,
+        collects_ahead=collects_ahead,
     )
-    watching = guardrails(exact_ratios=stack.exact_ratios())
+    watching = guardrails(exact_ratios=[] if max_staleness else stack.exact_ratios())
     learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync)
     record = RunRecord(
         runtime,

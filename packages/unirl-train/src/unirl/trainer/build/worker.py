@@ -82,9 +82,12 @@ def _prepare_algorithms(
     teachers: Mapping[str, BuiltModel] | None,
 ) -> None:
     """Give a policy's algorithms what they need: teacher, reward, and the rollout's log-probs if every engine that
-    samples from the policy computes them as a replay does. Engines in other workers do not."""
+    samples from the policy computes them as a replay does. Engines in other workers do not, nor do samples that may be
+    of older weights."""
     own = [engines.get(stage.at) for stage in run.stages if stage.policy == policy.plan.name]
     replays_exactly = policy.backend.computes_in_float32 and all(e is not None and e.has_trainer_logp for e in own)
+    if run.file.schedule.staleness:
+        replays_exactly = False  # the rollout may be of older weights than those before the first update
     for track, algorithm in policy.algorithms.items():
         sampling = instantiate((run.stage_of(track) if run.is_staged else run.stages[0]).sampling.node)
         asked = teacher_of(policy.plan.algorithms[track])

@@ -1,0 +1,1 @@
+"""Loops over collector, learner and run record besides the synchronous one (`unirl.trainer.base`)."""

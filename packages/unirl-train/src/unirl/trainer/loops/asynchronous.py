@@ -1,0 +1,203 @@
+"""The asynchronous loop: engine, reward and training work at the same time, each in a thread of the driver.
+
+    engine                           reward                       training
+    ------                           ------                       --------
+    wait for a slot                                               push version v, return the slots of rollout v - 1
+    generate a request  -----------> score it, refill ----------> wait for all requests of the oldest rollout
+    (goes on with the next)          (goes on with the next)      advantages over the whole, train, evaluate, save
+
+Slots (`unirl.trainer.loops.slots`) bound how far the engine is ahead: with `max_staleness: 0` a rollout is asked for
+when the one before is trained on, and the run has the bits of the synchronous loop. New weights reach the engine
+between two of its requests; an evaluation has engine and reward to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+from unirl.distributed.busy_clock import BusyClock
+from unirl.distributed.held import Held
+from unirl.trainer.base import Trainer
+from unirl.trainer.collector import ScoredGroups
+from unirl.trainer.loops.slots import Slot, Slots
+from unirl.trainer.settings import TrainerSettings
+
+
+class AsyncTrainer(Trainer):
+    """Trains on rollouts that are collected ahead, at most `max_staleness` versions old.
+
+    groups_per_request: prompts of one request; None: all of a rollout. Smaller ones are fresher and let engine and
+    reward overlap more, larger ones fill the engine better.
+    Other arguments: see `Trainer`. What a thread raises, the run raises.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        max_staleness: int,
+        groups_per_request: int | None = None,
+        **parts: Any,  # Any: as Trainer
+    ) -> None:
+        super().__init__(settings, **parts)
+        self._groups_per_request = groups_per_request or settings.batch_size
+        self._busy = {name: BusyClock() for name in ("engine", "reward", "learner")}
+        self._measured_at = time.monotonic()
+        self._changed = threading.Condition()
+        """Guards what follows; notified when any of it changes."""
+        self._slots: Slots[ScoredGroups] = Slots(settings.batch_size // self._groups_per_request, max_staleness)
+        self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
+        self._working: set[str] = set()
+        """What is in a request: "engine", "reward"."""
+        self._held_up = {"engine"}
+        """What begins no request: the engine until the first push, and both from an evaluation to the next push."""
+        self._ends = False
+        self._failure: BaseException | None = None
+
+    def step(self, rollout_id: int) -> dict[str, float]:
+        """Push, and train on the oldest rollout; returns its metrics."""
+        record = self._record
+        self._hold_up("engine")
+        with self._busy["learner"].call(), self.collector.engine_in_use:
+            record.scale_pools()
+            pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
+        with self._change():
+            if rollout_id > self._slots.version:
+                self._slots.free()
+            self._held_up.clear()
+        slots = self._oldest()
+        with self._busy["learner"].call():
+            show = functools.partial(record.show_rollout, done=rollout_id + 1) if record.shows(rollout_id + 1) else None
+            groups = [slot.item for slot in slots if slot.item is not None]
+            rollout = self.collector.ready(rollout_id, groups, show=show)
+            trained = self._learner.train(rollout)
+            self.collector.finished(rollout_id)
+            record.note(trained, rollout.num_samples)
+        own = self._metrics(slots, rollout.num_samples)
+        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics(), **own}
+
+    def _loop(self) -> None:
+        self._slots.start(self._done)
+        self._measured_at = time.monotonic()
+        threads = [threading.Thread(target=self._repeat, args=(work,)) for work in (self._generate, self._score)]
+        for thread in threads:
+            thread.start()
+        try:
+            super()._loop()
+        finally:
+            with self._change():
+                self._ends = True
+            for thread in threads:
+                thread.join()
+            for left in (*self._slots.clear(), *(resp for _, resp in self._unscored)):
+                left.release()
+
+    def _evaluate(self, done: int) -> dict[str, float]:
+        self._hold_up("engine", "reward")
+        return super()._evaluate(done)
+
+    # Threads of engine and reward ---------------------------------------------------------------------------------
+
+    def _repeat(self, work: Callable[[], bool]) -> None:
+        """Work until the end; what it raises ends the run."""
+        try:
+            while work():
+                pass
+        except BaseException as error:  # noqa: BLE001 - the training thread raises it
+            with self._change():
+                self._failure = error
+
+    def _generate(self) -> bool:
+        slot = self._next("engine", lambda: self._slots.admit(until=self._settings.num_rollouts))
+        if slot is None:
+            return False
+        with self._request("engine"):
+            resp = self.collector.generated(slot.number // self._slots.per_rollout, self._groups_per_request)
+        with self._change():
+            self._unscored.append((slot, resp))
+        return True
+
+    def _score(self) -> bool:
+        item = self._next("reward", lambda: self._unscored.popleft() if self._unscored else None)
+        if item is None:
+            return False
+        slot, resp = item
+        with self._request("reward"):
+            groups = self.collector.scored(slot.number // self._slots.per_rollout, resp)
+        with self._change():
+            slot.item = groups
+        return True
+
+    def _next(self, name: str, take: Callable[[], Any]) -> Any:  # Any: what `take` gives
+        """What `take` gives when it gives something and `name` is not held up; None at the end of the run."""
+        found = None
+
+        def is_found() -> bool:
+            nonlocal found
+            if not self._ends and name not in self._held_up:
+                found = take()
+            return found is not None or self._ends or self._failure is not None
+
+        with self._changed:
+            self._changed.wait_for(is_found)
+            if found is not None:
+                self._working.add(name)
+        return found
+
+    @contextlib.contextmanager
+    def _request(self, name: str) -> Generator[None]:
+        try:
+            with self._busy[name].call():
+                yield
+        finally:
+            with self._change():
+                self._working.discard(name)
+
+    # The thread that trains ---------------------------------------------------------------------------------------
+
+    def _hold_up(self, *names: str) -> None:
+        """Wait until these are between two requests, where they stay until the next push."""
+        with self._change():
+            self._held_up.update(names)
+        self._wait(lambda: self._working.isdisjoint(names))
+
+    def _oldest(self) -> list[Slot[ScoredGroups]]:
+        """The requests of the oldest rollout, when they are finished; they keep their slots."""
+        self._wait(lambda: self._slots.oldest() is not None)
+        return self._slots.oldest() or []
+
+    def _wait(self, is_settled: Callable[[], bool]) -> None:
+        """Wait for the other threads. Raises what ended one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or is_settled())
+            if self._failure is not None:
+                raise self._failure
+
+    @contextlib.contextmanager
+    def _change(self) -> Generator[None]:
+        with self._changed:
+            yield
+            self._changed.notify_all()
+
+    def _metrics(self, slots: list[Slot[ScoredGroups]], num_samples: int) -> dict[str, float]:
+        """How old the samples are, what waits, and who waited since the last rollout."""
+        begun, self._measured_at = self._measured_at, time.monotonic()
+        wall_s = self._measured_at - begun
+        busy_s = {name: clock.take() for name, clock in self._busy.items()}
+        lags = [self._slots.version - slot.version for slot in slots]
+        with self._changed:
+            waiting = self._slots.num_waiting - len(slots)
+        return {
+            "schedule/lag/newest": float(min(lags)),
+            "schedule/lag/oldest": float(max(lags)),
+            "schedule/requests_waiting": float(waiting),
+            **{f"schedule/{name}_idle_s": max(0.0, wall_s - seconds) for name, seconds in busy_s.items()},
+            "schedule/concurrency": sum(busy_s.values()) / wall_s,
+            "perf/samples_per_s": num_samples / wall_s,
+        }

@@ -1,0 +1,121 @@
+"""Rules of a recipe's `schedule`: what overlaps stands apart, and what may be old is corrected."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
+from unirl.config.runs import ComposedRun
+from unirl.types.recipe import Messages, Part
+
+LOOP = "unirl.trainer.base.Trainer"
+AHEAD = "collects while others are trained on"
+
+
+def schedule_says_what_it_does(run: ComposedRun) -> Messages:
+    """Keys of a schedule mean something for its kind, and no other loop is named."""
+    schedule = run.file.schedule
+    if schedule.kind == "sync":
+        for key in ("max_staleness", "groups_per_request"):
+            if getattr(schedule, key) is not None:
+                yield f"schedule.{key} does nothing with schedule.kind: sync. Set kind: async, or remove it."
+        return
+    if schedule.kind == "one_step_off":
+        if schedule.max_staleness not in (None, 1):
+            yield f"schedule.max_staleness = {schedule.max_staleness}, but one_step_off is 1. Set kind: async."
+        if schedule.groups_per_request is not None:
+            yield "schedule.groups_per_request cuts rollouts, which one_step_off takes whole. Set kind: async."
+    if run.trainer.path != LOOP:
+        yield (
+            f"trainer._target_ = {run.trainer.path} and schedule.kind = {schedule.kind} both name the loop. Remove one "
+            "of them."
+        )
+
+
+def engines_sample_meanwhile(run: ComposedRun) -> Messages:
+    """Engines and rewards work while the policy trains: with weights and workers that do not train."""
+    kind = run.file.schedule.kind
+    if kind == "sync":
+        return
+    train = groups_of_run(run)[0]
+    is_ray = run.file.runtime == "ray"
+    for stage in run.stages:
+        if stage.policy in run.policies and not stage.engine.ability("has_own_weights"):
+            yield (
+                f"schedule.kind = {kind} {AHEAD}, but {stage.engine.name} samples with the very weights that train. "
+                "Take an engine that is pushed to (parts/engine=replica), or schedule.kind: sync."
+            )
+        elif is_ray and stage.at in train.holds:
+            yield (
+                f"schedule.kind = {kind} {AHEAD}, but {stage.engine.name} is in the workers that train, which do one "
+                "thing at a time. Give it its own devices (placement.train, placement.rollout)."
+            )
+    if is_ray and group_of(run, REWARD) == group_of(run, TRAIN):
+        yield (
+            f"schedule.kind = {kind} {AHEAD}, but the reward is in the workers that train, which do one thing at a "
+            "time. Give it its own devices (placement.reward), or let it stand with the engine."
+        )
+    if is_ray and run.file.cluster.transport != "ray":
+        yield (
+            f"cluster.transport = {run.file.cluster.transport} hands samples from worker to worker, and with "
+            f"schedule.kind = {kind} they wait in between. Set cluster.transport: ray."
+        )
+    residency = run.file.residency
+    for name in [field.name for field in dataclasses.fields(residency) if getattr(residency, field.name)]:
+        yield (
+            f"residency.{name}: true moves things off the device between phases, which overlap with schedule.kind = "
+            f"{kind}. Remove one of them."
+        )
+
+
+def requests_divide(run: ComposedRun) -> Messages:
+    """Requests of a schedule make whole rollouts, and their samples divide over even pools."""
+    size = run.file.schedule.groups_per_request
+    if size is None or run.file.schedule.kind != "async":
+        return
+    if run.batch_size % size:
+        yield f"schedule.groups_per_request = {size} does not divide batch_size = {run.batch_size}. Change one of them."
+        return
+    for group in groups_of_run(run)[1:]:
+        samples, count = size * run.samples_per_prompt, len(group.devices)
+        if not group.given.is_served and samples % count:
+            yield (
+                f"schedule.groups_per_request * {run.samples_key} = {size} * {run.samples_per_prompt} = {samples} is "
+                f"not divisible by the {count} devices of {group.given.shown}. Change one of them."
+            )
+
+
+def stale_samples_are_corrected(run: ComposedRun) -> Messages:
+    """Objectives that need samples of the weights that train, or their correction, get them."""
+    staleness = run.file.schedule.staleness
+    parts = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
+    for own in parts:
+        if run.file.schedule.kind != "sync" and own.ability("requires_reward_gradient"):
+            yield (
+                f"{own.name} samples while it trains, to differentiate through both, so that nothing can be collected "
+                "ahead. Set schedule.kind: sync."
+            )
+        elif staleness and not own.takes_any and not own.ability("takes_stale_samples"):
+            yield from _corrected(own, staleness)
+    if staleness and run.guardrails is not None and run.guardrails.node.get("action") == "rollback":
+        yield (
+            "guardrails.action: rollback returns to older weights, and samples of the newer ones are in flight "
+            "(schedule.max_staleness > 0). Set action: stop, and resume."
+        )
+
+
+def _corrected(own: Part, staleness: int) -> Messages:
+    if "rollout_correction" not in own.keywords:
+        yield (
+            f"schedule lets samples be {staleness} versions old, which {own.name} cannot correct. Set "
+            "schedule.max_staleness: 0, or take another algorithm."
+        )
+    elif not own.get("rollout_correction") and own.get("old_logp_source") != "rollout":
+        yield (
+            f"schedule lets samples be {staleness} versions old, and {own.at} compares each policy with a replay by "
+            f"newer weights, so nothing corrects for those that sampled. Set {own.at}.rollout_correction "
+            "(parts/correction=truncated), or schedule.max_staleness: 0."
+        )
+
+
+RULES = (schedule_says_what_it_does, engines_sample_meanwhile, requests_divide, stale_samples_are_corrected)

@@ -1,0 +1,306 @@
+"""The asynchronous loop on a field of a few numbers: what overlaps, who waits for whom, what a failure leaves."""
+
+import copy
+import functools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
+from test_trainer import Notes
+
+from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.rollout_correction import RolloutCorrection
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.runtime import LocalRuntime
+from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.checkpoint.checkpointer import Checkpointer
+from unirl.train.configs import OptimizerConfig
+from unirl.train.stack import TrainStack
+from unirl.trainer.base import Trainer
+from unirl.trainer.build.assembly import assemble
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.diffusion import DiffusionModality
+from unirl.trainer.evaluation import EvaluationConfig, Evaluator
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.roles import SyncRole
+from unirl.trainer.settings import TrainerSettings
+from unirl.types.errors import RewardError, WorkerError
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+
+WAIT_S = 60
+
+
+class CopyEngine(FieldEngine):
+    """Samples with a copy of the model. The test may stop it in the middle of a request."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(FieldPipeline(copy.deepcopy(model)))
+        self.then: Any = lambda rollout_id: None
+        self.version = 0
+        self.prompts: list[str] = []
+        self.is_busy = False
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One request at a time."""
+        assert not self.is_busy
+        self.is_busy = True
+        self.then(req.rollout_id)
+        resp = super().generate(req)
+        self.is_busy = False
+        versions = torch.full((req.batch_size,), self.version)
+        return RolloutResp(tracks={"image": resp.tracks["image"].replace(policy_versions=versions)})
+
+
+class CopySync:
+    """Copies the trained weights, never during a request."""
+
+    def __init__(self, model: Any, backend: FSDPBackend, engine: CopyEngine) -> None:
+        self.model, self.backend, self.engine = model, backend, engine
+        self.policies: list[str | None] = []
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        """Nothing to wait for."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def push(self, policy: str | None = None) -> dict[str, float]:
+        """The present weights, or a named copy's."""
+        assert not self.engine.is_busy
+        self.policies.append(policy)
+        self.engine.pipeline.model.load_state_dict(self.model.state_dict())
+        self.engine.version = self.backend.policy_version
+        return {"sync/changed_tensors": 1.0}
+
+
+class Seen(TrainStack):
+    """Remembers the groups and versions that it trains on. The test may stop it in the middle of an update."""
+
+    then: Any = None
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train(self, resp: RolloutResp, *, progress: float) -> Any:
+        """Note, then train."""
+        track = resp.tracks["image"]
+        assert track.policy_versions is not None
+        steps = [self._backend.policy_version - version for version in track.policy_versions.tolist()]
+        groups = vars(self).setdefault("groups", [])
+        groups.append(list(dict.fromkeys(track.group_ids)))
+        vars(self).setdefault("lags", []).append(steps)
+        if self.then is not None:
+            self.then(len(groups))
+        return super().train(resp, progress=progress)
+
+
+class Made:
+    """A run of the asynchronous loop, or of the synchronous one with `max_staleness` None."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_staleness: int | None,
+        groups_per_request: int | None = None,
+        *,
+        fails: Any = no_failure,
+        evaluation: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prompts = folder / "prompts.jsonl"
+        rows = [{"prompt": f"prompt {i}", "prompt_id": f"p{i}"} for i in range(40)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.events: list[Any] = []
+        self.notes, self.stop = Notes(self.events), threading.Event()
+
+        def build(context: Any) -> dict[str, Any]:
+            torch.manual_seed(0)
+            bundle = FieldBundle()
+            backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-2))
+            correction = RolloutCorrection(upper=1.5) if max_staleness else None
+            algorithm = DiffusionGRPO(FieldPipeline(bundle.model), backend, rollout_correction=correction)
+            engine = CopyEngine(bundle.model)
+            return {
+                "backend": backend,
+                "engine": engine,
+                "sync": CopySync(bundle.model, backend, engine),
+                "stack": Seen(backend, algorithm, micro_batch_size=4),
+                "reward": BrightnessReward(fails, self.events),
+                "checkpointer": Checkpointer(backend, str(folder / "checkpoints"), keep_last=3),
+            }
+
+        self.runtime = LocalRuntime(build)
+        data = MultimodalRLDataSource(str(prompts), shuffle=False)
+        options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 4, "batch_size": 4, **(evaluation or {})}
+        config = EvaluationConfig(**options)
+        loop: Any = Trainer
+        if max_staleness is not None:
+            loop = functools.partial(AsyncTrainer, max_staleness=max_staleness, groups_per_request=groups_per_request)
+        defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 4}
+        self.trainer: Any = assemble(
+            self.runtime,
+            TrainerSettings(**{**defaults, **settings}),
+            modality=DiffusionModality(),
+            data=data,
+            sampling=sampling(),
+            advantages=AdvantageConfig(),
+            evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
+            guardrails=functools.partial(Guardrails, GuardrailConfig(action="off"), scorers=["bright"]),
+            trackers=[self.notes],
+            run_dir=folder,
+            config={"recipe": "fake"},
+            stop=self.stop,
+            clock=PhaseClock(),
+            sync=self.runtime.role("sync", SyncRole),
+            loop=loop,
+            collects_ahead=max_staleness is not None,
+            max_staleness=max_staleness or 0,
+        )
+
+    def part(self, name: str) -> Any:
+        """A component itself."""
+        return self.runtime.component(name)
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Groups that were trained on, by rollout."""
+        return vars(self.part("stack")).get("groups", [])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Trained weights."""
+        return dict(self.part("sync").model.state_dict())
+
+
+def training(metrics: dict[str, float]) -> dict[str, float]:
+    machine = ("timing_s/", "perf/", "schedule/")
+    return {name: value for name, value in metrics.items() if not name.startswith(machine)}
+
+
+@pytest.mark.parametrize("groups_per_request", [None, 4])
+def test_without_staleness_a_run_has_the_bits_of_the_synchronous_one(tmp_path: Path, groups_per_request: int | None):
+    sync = Made(tmp_path / "sync", None, evaluation={"interval": 2})
+    own = Made(tmp_path / "async", 0, groups_per_request, evaluation={"interval": 2})
+    sync.trainer.run()
+    own.trainer.run()
+    assert sync.groups == own.groups and len(own.groups) == 4
+    assert {k: training(v) for k, v in own.notes.logged.items()} == {
+        k: training(v) for k, v in sync.notes.logged.items()
+    }
+    assert all(torch.equal(value, own.weights()[name]) for name, value in sync.weights().items())
+    assert own.part("sync").policies == sync.part("sync").policies
+    assert all(own.notes.logged[step]["schedule/lag/oldest"] == 0 for step in range(1, 5))
+    assert own.runtime.num_held() == sync.runtime.num_held() == 0
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("groups_per_request", [None, 1, 2])
+def test_samples_are_as_old_as_allowed_and_prompts_are_those_of_a_synchronous_run(
+    tmp_path: Path, max_staleness: int, groups_per_request: int | None
+):
+    sync = Made(tmp_path / "sync", None, num_rollouts=7)
+    own = Made(tmp_path / "async", max_staleness, groups_per_request, num_rollouts=7)
+    stack, slots = own.part("stack"), own.trainer._slots
+
+    def until_the_engine_is_ahead(num_rollouts: int) -> None:
+        with own.trainer._changed:  # the learner is slow, so the engine gets as far ahead as it may
+            left = (7 - num_rollouts + 1) * slots.per_rollout
+            full = min(slots.capacity, left)
+            assert own.trainer._changed.wait_for(lambda: slots.num_waiting == full, WAIT_S)
+
+    stack.then = until_the_engine_is_ahead
+    sync.trainer.run()
+    own.trainer.run()
+    assert own.groups == sync.groups
+    lags = [max(steps) for steps in stack.lags]
+    assert lags == [min(step, max_staleness) for step in range(7)]  # one optimizer step per rollout
+    logged = [own.notes.logged[step]["schedule/lag/oldest"] for step in range(1, 8)]
+    assert logged == lags and own.runtime.num_held() == 0
+
+
+def test_engine_reward_and_learner_work_at_the_same_time(tmp_path: Path):
+    """Each waits in the middle of its work until the other two are in the middle of theirs."""
+    own = Made(tmp_path, 2, num_rollouts=6)
+    meeting = threading.Barrier(3, timeout=WAIT_S)
+    met: list[str] = []
+
+    def meet(name: str) -> None:
+        if name not in met:
+            meeting.wait()
+            met.append(name)
+
+    own.part("engine").then = lambda rollout_id: meet("engine") if rollout_id == 2 else None
+    own.part("stack").then = lambda num: meet("learner") if num == 1 else None
+    reward, calls = own.part("reward"), []
+    plain = reward.score_track
+
+    def score_track(*args: Any, **kwargs: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 2:
+            meet("reward")
+        return plain(*args, **kwargs)
+
+    reward.score_track = score_track
+    own.trainer.run()
+    assert sorted(met) == ["engine", "learner", "reward"]
+    assert max(own.notes.logged[step]["schedule/concurrency"] for step in range(1, 7)) > 1
+
+
+def test_an_evaluation_of_another_policy_is_not_what_the_next_rollout_is_sampled_from(tmp_path: Path):
+    own = Made(tmp_path, 2, 2, num_rollouts=5, evaluation={"interval": 1, "policy": "ema"})
+    pushed, engine = own.part("sync").policies, own.part("engine")
+    during: list[Any] = []
+    engine.then = lambda rollout_id: during.append((rollout_id < 0, pushed[-1] if pushed else "nothing"))
+    own.trainer.run()
+    assert {policy for is_evaluation, policy in during if is_evaluation} == {"ema"}
+    assert {policy for is_evaluation, policy in during if not is_evaluation} == {None}
+
+
+def test_what_an_engine_raises_ends_the_run_and_what_is_finished_is_saved(tmp_path: Path):
+    own = Made(tmp_path, 2, num_rollouts=6)
+
+    def fail(rollout_id: int) -> None:
+        if rollout_id == 3:
+            raise WorkerError("fake", "it died")
+
+    own.part("engine").then = fail
+    with pytest.raises(WorkerError, match="it died"):
+        own.trainer.run()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [f"step-{len(own.groups):06d}"]
+    assert not [thread for thread in threading.enumerate() if "_repeat" in thread.name]
+
+    again = Made(tmp_path, 2, num_rollouts=6)
+    again.trainer.run(resume="auto")
+    expected = Made(tmp_path / "whole", None, num_rollouts=6)
+    expected.trainer.run()
+    assert own.groups + again.groups == expected.groups  # no prompt was lost, none was trained on twice
+
+
+def test_groups_that_cannot_be_scored_are_replaced_while_others_train(tmp_path: Path):
+    own = Made(tmp_path, 2, num_rollouts=4, fails=lambda group: group in ("prompt:p1", "prompt:p6"))
+    own.trainer.run()
+    trained = [group for groups in own.groups for group in groups]
+    assert len(trained) == len(set(trained)) == 16 and not {"prompt:p1", "prompt:p6"} & set(trained)
+    assert sum(group.startswith("refill") for group in trained) == 2
+    assert own.notes.logged[4]["reward/dropped_groups"] == 2 and own.runtime.num_held() == 0
+    lost = Made(tmp_path / "lost", 2, num_rollouts=4, fails=lambda group: ":p6" in group or "refill" in group)
+    with pytest.raises(RewardError, match="still could not be scored"):
+        lost.trainer.run()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_a_stop_ends_with_the_rollout_and_the_run_goes_on_with_the_next_prompts(tmp_path: Path, max_staleness: int):
+    own = Made(tmp_path, max_staleness, 2, num_rollouts=6)
+    own.part("stack").then = lambda num: own.stop.set() if num == 2 else None
+    assert own.trainer.run()["is_complete"] is False
+    assert len(own.groups) == 2 and own.runtime.num_held() == 0
+    again = Made(tmp_path, max_staleness, 2, num_rollouts=6)
+    again.trainer.run(resume="auto")
+    whole = Made(tmp_path / "whole", None, num_rollouts=6)
+    whole.trainer.run()
+    assert own.groups + again.groups == whole.groups

@@ -1,0 +1,51 @@
+"""Schedules on the packaged recipes: without staleness they have the bits of a synchronous run."""
+
+import pytest
+import stopping
+from small import SMALL, SMALL_STAGES, push_to_copies
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+
+SMALL_TEXT = [
+    "batch_size=4",
+    "sampling.samples_per_prompt=4",
+    "stack.micro_batch_size=8",
+    "engine.forward_batch_size=8",
+    "num_rollouts=3",
+    "eval.num_samples=8",
+    "eval.batch_size=8",
+    "samples.per_evaluation=4",
+    "guardrails.action=off",
+]
+MACHINE = ("sync/seconds", "schedule/", "/utilisation")
+
+
+def run(run_dir, name, words, has_copies):
+    """Step -> metrics that do not measure the machine."""
+    register_resolvers()
+    recipe = resolve(compose(name, words))
+    if has_copies:
+        push_to_copies(recipe)
+    _, records = stopping.run(recipe, run_dir)
+    return {
+        step: {
+            key: value for key, value in stopping.comparable(own).items() if not any(part in key for part in MACHINE)
+        }
+        for step, own in records.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "has_copies"),
+    [
+        ("worlds/shapes/replica", [*SMALL, "num_rollouts=3"], False),
+        ("worlds/arithmetic/grpo", ["parts/engine=text_replica_cpu", *SMALL_TEXT], False),
+        ("worlds/phrases/both", SMALL_STAGES, True),
+    ],
+    ids=["images", "texts", "stages"],
+)
+def test_without_staleness_a_run_has_the_bits_of_the_synchronous_one(tmp_path, name, words, has_copies):
+    sync = run(tmp_path / "sync", name, words, has_copies)
+    ahead = ["schedule.kind=async", "schedule.max_staleness=0"]
+    assert run(tmp_path / "async", name, [*words, *ahead], has_copies) == sync and len(sync) >= 3
