@@ -38,6 +38,13 @@ def corrected(recipe, changes, correction):
             "m2_threshold = 0.04 with pipeline.strategy.reduction = mean masks",
         ),
         ({}, {"upper": None, "m2_threshold": 0}, "m2_threshold = 0 must be above 0"),
+        ({}, {"upper": None}, "algorithm.rollout_correction needs at least one bound; got lower = null, upper = null."),
+        ({}, {"upper": 0.999}, "algorithm.rollout_correction needs 0 <= lower <= 1 <= upper; got lower = null, upper"),
+        (
+            {},
+            {"mode": "reject", "lower": 0, "upper": None},
+            "mode = reject with lower = 0, upper = null weighs everything",
+        ),
         (
             {"algorithm.rows_per_forward": 4},
             {"upper": 1.001, "level": "sequence"},
@@ -81,6 +88,8 @@ def test_a_log_linear_anchor_is_refused_where_more_is_replayed(recipe):
         ({}, {"upper": 1.001}),
         ({"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}, {}),
         ({}, {"upper": None, "m2_threshold": 1e-6}),
+        ({}, {"mode": "reject", "upper": None, "m2_threshold": 1e-6}),
+        ({}, {"lower": 0, "upper": None}),
         ({"pipeline.strategy.reduction": "sum", "algorithm.clip_range": 0.2}, {"m2_threshold": 0.04}),
         ({"algorithm.rows_per_forward": 4}, {"upper": 1.001}),
         ({"algorithm.rows_per_forward": 12}, {"upper": 1.001, "level": "sequence"}),

@@ -262,11 +262,18 @@ def test_what_moves_and_fits_passes(name, overrides):
     assert findings(name, *overrides) == []
 
 
+CORRECTED = [
+    "+algorithm.rollout_correction._target_=unirl.algorithms.rollout_correction.RolloutCorrection",
+    "+algorithm.rollout_correction.upper=1.001",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ([], "DiffusionGRPO replays denoising steps, but Closed returns no latents"),
         (["algorithm.old_logp_source=rollout"], "old_logp_source = rollout, but Closed returns no log-probs"),
+        (CORRECTED, "algorithm.rollout_correction compares a replay with the rollout, but Closed returns no log-probs"),
         (["algorithm.old_logp_source=log-linear"], "old_logp_source = log-linear, but Closed returns no log-probs"),
         (["+sampling.init_same_noise=true"], "sampling.init_same_noise: true, but Closed draws its own noise"),
         (["+sampling.sde_indices=[1]"], "Closed makes every step stochastic or none, but sampling.sde_indices is set"),

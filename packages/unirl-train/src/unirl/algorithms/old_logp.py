@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import MicroBatch
+from unirl.algorithms.correction_rules import LOG_LINEAR_REPLAYS_NOTHING
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.algorithms.rollout_correction import RolloutCorrection, second_moment_cut
-from unirl.algorithms.rules import LOG_LINEAR_REPLAYS_NOTHING
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.training import PolicyStore
 

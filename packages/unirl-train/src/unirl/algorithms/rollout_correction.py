@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import RowMetrics
+from unirl.algorithms.correction_rules import unusable_bounds
 from unirl.algorithms.token_losses import require_choice, sequence_index, sequence_mean, sequence_sum
 from unirl.types.bounds import NonNegativeInt, Positive, bounded
 from unirl.types.errors import ConfigError
@@ -100,13 +101,16 @@ class RolloutCorrection:
     noise_floor: Positive | None = None
 
     def __post_init__(self) -> None:
-        low, high = self.lower or 0.0, math.inf if self.upper is None else self.upper
-        is_without = self.lower is None and self.upper is None and self.m2_threshold is None
-        if not 0 <= low <= 1 <= high or is_without:
-            raise ConfigError(
-                f"algorithm.rollout_correction needs 0 <= lower <= 1 <= upper and at least one of them, or "
-                f"m2_threshold; got lower = {self.lower}, upper = {self.upper}"
-            )
+        problem = unusable_bounds(
+            "algorithm.rollout_correction",
+            self.mode,
+            self.lower,
+            self.upper,
+            masks=self.m2_threshold is not None,
+            drops=self.max_staleness is not None or self.noise_floor is not None,
+        )
+        if problem is not None:
+            raise ConfigError(problem)
 
     def weights(
         self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None, noise_M: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirl.algorithms import correction_rules
 from unirl.types.recipe import Messages, Part, Run
 from unirl.types.sampling_rules import no_stochastic_steps
 
@@ -168,30 +169,6 @@ def units_stay_together(own: Part, run: Run) -> Messages:
             yield f"{part.at}.{key} = {value} must be a multiple of {unit}, the samples of a unit of {own.name}."
 
 
-def correction_compares_two(own: Part, run: Run) -> Messages:
-    """The correction for the gap to the engine has a replay to compare with."""
-    if own.get("rollout_correction") and own.get("old_logp_source") == "rollout":
-        yield (
-            f"{own.at}.rollout_correction compares a replay with the rollout, but {own.at}.old_logp_source = rollout. "
-            "Set old_logp_source: replay."
-        )
-
-
-def log_linear_needs_no_replay(own: Part, run: Run) -> Messages:
-    """Where the old log-probs are approximated from those of the rollout, nothing else is asked of a replay."""
-    if own.get("old_logp_source") != "log-linear":
-        return
-    if own.ability("freezes_fields"):
-        yield f"{own.name} {LOG_LINEAR_REPLAYS_NOTHING}"
-    correction = own.inner.get("rollout_correction")
-    if correction is not None and correction.get("m2_threshold") is not None:
-        yield f"{correction.at}.m2_threshold {LOG_LINEAR_REPLAYS_NOTHING}"
-
-
-LOG_LINEAR_REPLAYS_NOTHING = (
-    "needs a replay before the first update, which old_logp_source = log-linear saves. Set old_logp_source: replay."
-)
-
 RULES = (
     algorithm_has_its_steps,
     samples_are_on_policy,
@@ -201,8 +178,7 @@ RULES = (
     reward_has_gradient,
     critic_sees_rewards,
     weights_are_weights,
-    correction_compares_two,
-    log_linear_needs_no_replay,
+    *correction_rules.RULES,
     reference_exists,
     units_stay_together,
 )

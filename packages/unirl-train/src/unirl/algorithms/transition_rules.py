@@ -66,7 +66,8 @@ def correction_binds(own: Part, run: Run) -> Messages:
         return
     for key in ("lower", "upper"):
         bound = correction.get(key)
-        if isinstance(bound, (int, float)) and abs(bound - 1) >= CLIP_OF_A_MEAN:
+        is_none = key == "lower" and bound == 0
+        if isinstance(bound, (int, float)) and not is_none and abs(bound - 1) >= CLIP_OF_A_MEAN:
             yield (
                 f"{correction.at}.{key} = {bound} with {kernel.at}.reduction = mean bounds nothing: log-probs are "
                 f"means over the N elements of a latent. Set {key} to 1 {'-' if bound < 1 else '+'} about a number of "
