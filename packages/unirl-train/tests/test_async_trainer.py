@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.order import REQUESTS, OrderLog, read_order
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
-from unirl.types.errors import RewardError, WorkerError
+from unirl.types.errors import ConfigError, RewardError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 
@@ -110,6 +112,7 @@ class Made:
         *,
         fails: Any = no_failure,
         evaluation: dict[str, Any] | None = None,
+        order: Any = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,13 @@ class Made:
         config = EvaluationConfig(**options)
         loop: Any = Trainer
         if max_staleness is not None:
-            loop = functools.partial(AsyncTrainer, max_staleness=max_staleness, groups_per_request=groups_per_request)
+            loop = functools.partial(
+                AsyncTrainer,
+                max_staleness=max_staleness,
+                groups_per_request=groups_per_request,
+                log=OrderLog(folder / REQUESTS),
+                order=order,
+            )
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 4}
         self.trainer: Any = assemble(
             self.runtime,
@@ -259,6 +268,54 @@ def test_an_evaluation_of_another_policy_is_not_what_the_next_rollout_is_sampled
     own.trainer.run()
     assert {policy for is_evaluation, policy in during if is_evaluation} == {"ema"}
     assert {policy for is_evaluation, policy in during if not is_evaluation} == {None}
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_repeated_order_gives_the_same_metrics_and_weights_at_any_speed(tmp_path: Path, is_slow: bool):
+    sizes = {"max_staleness": 2, "num_requests": 12, "per_rollout": 2}
+    versions = [0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5]  # ages 0, 1, 1 to 2, 1 to 2, 1, 0 to 1 of six rollouts
+    path = tmp_path / REQUESTS
+    path.write_text("".join(json.dumps({"request": n, "version": v}) + "\n" for n, v in enumerate(versions)))
+    own = Made(tmp_path / "own", 2, 2, num_rollouts=6, order=read_order(path, **sizes), evaluation={"interval": 2})
+    if is_slow:
+        own.part("engine").then = lambda rollout_id: time.sleep(0.05)
+    own.trainer.run()
+    assert list(read_order(tmp_path / "own" / REQUESTS, **sizes).values()) == versions
+    again = Made(
+        tmp_path / "again",
+        2,
+        2,
+        num_rollouts=6,
+        order=read_order(tmp_path / "own" / REQUESTS, **sizes),
+        evaluation={"interval": 2},
+    )
+    again.part("stack").then = lambda num: time.sleep(0.05)
+    again.trainer.run()
+    assert {k: training(v) for k, v in own.notes.logged.items()} == {
+        k: training(v) for k, v in again.notes.logged.items()
+    }
+    assert all(torch.equal(value, again.weights()[name]) for name, value in own.weights().items())
+    assert [own.notes.logged[step]["schedule/lag/oldest"] for step in range(1, 7)] == [0, 1, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ([0, 0, 1], r"has no request 3 of 4\. Set num_rollouts"),
+        ([0, 0, 2, 2], r"begins request 2, of rollout 1, at version 2, where this run allows 0 to 1"),
+        ([0, 1, 0, 1], r"begins request 1, of rollout 0, at version 1, where this run allows 0 to 0"),
+    ],
+)
+def test_an_order_that_the_slots_do_not_allow_is_refused(tmp_path: Path, versions: list[int], message: str):
+    path = tmp_path / REQUESTS
+    path.write_text("".join(json.dumps({"request": n, "version": v}) + "\n" for n, v in enumerate(versions)))
+    with pytest.raises(ConfigError, match=message):
+        read_order(path, num_requests=4, per_rollout=2, max_staleness=1)
+    with pytest.raises(ConfigError, match=r"cannot be read \(FileNotFoundError"):
+        read_order(tmp_path / "none", num_requests=4, per_rollout=2, max_staleness=1)
+    path.write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"cannot be read \(TypeError"):
+        read_order(path, num_requests=4, per_rollout=2, max_staleness=1)
 
 
 def test_what_an_engine_raises_ends_the_run_and_what_is_finished_is_saved(tmp_path: Path):

@@ -25,6 +25,7 @@ from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
 from unirl.trainer.modality import Modality
 from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
@@ -119,16 +120,20 @@ def make_trainer(
         },
         clock=clock,
         collects_ahead=file.schedule.kind != "sync",
-        loop=_loop_of(run),
+        loop=_loop_of(run, settings, run_dir),
     )
 
 
-def _loop_of(run: ComposedRun) -> Callable[..., Trainer]:
+def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Callable[..., Trainer]:
     schedule = run.file.schedule
     if schedule.kind == "sync":
         return lambda **parts: build_part(run.trainer, components()["trainer"], parts)
     return functools.partial(
-        AsyncTrainer, max_staleness=schedule.staleness, groups_per_request=schedule.groups_per_request
+        AsyncTrainer,
+        max_staleness=schedule.staleness,
+        groups_per_request=schedule.groups_per_request,
+        log=OrderLog(run_dir / REQUESTS),
+        order=order_of(schedule, settings.batch_size, settings.num_rollouts),
     )
 
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import ScoredGroups
+from unirl.trainer.loops.order import OrderLog
 from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
 
@@ -34,6 +36,8 @@ class AsyncTrainer(Trainer):
 
     groups_per_request: prompts of one request; None: all of a rollout. Smaller ones are fresher and let engine and
     reward overlap more, larger ones fill the engine better.
+    log, order: write down, and repeat, with which version of the weights each request begins; see
+        `unirl.trainer.loops.order`.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
     """
 
@@ -43,10 +47,14 @@ class AsyncTrainer(Trainer):
         *,
         max_staleness: int,
         groups_per_request: int | None = None,
+        log: OrderLog | None = None,
+        order: Mapping[int, int] | None = None,
         **parts: Any,  # Any: as Trainer
     ) -> None:
         super().__init__(settings, **parts)
         self._groups_per_request = groups_per_request or settings.batch_size
+        self._log = log
+        self._order = order
         self._busy = {name: BusyClock() for name in ("engine", "reward", "learner")}
         self._measured_at = time.monotonic()
         self._changed = threading.Condition()
@@ -63,7 +71,7 @@ class AsyncTrainer(Trainer):
     def step(self, rollout_id: int) -> dict[str, float]:
         """Push, and train on the oldest rollout; returns its metrics."""
         record = self._record
-        self._hold_up("engine")
+        self._hold_up("engine", before=rollout_id)
         with self._busy["learner"].call(), self.collector.engine_in_use:
             record.scale_pools()
             pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
@@ -99,7 +107,7 @@ class AsyncTrainer(Trainer):
                 left.release()
 
     def _evaluate(self, done: int) -> dict[str, float]:
-        self._hold_up("engine", "reward")
+        self._hold_up("engine", "reward", before=done)
         return super()._evaluate(done)
 
     # Threads of engine and reward ---------------------------------------------------------------------------------
@@ -114,14 +122,24 @@ class AsyncTrainer(Trainer):
                 self._failure = error
 
     def _generate(self) -> bool:
-        slot = self._next("engine", lambda: self._slots.admit(until=self._settings.num_rollouts))
+        slot = self._next("engine", self._admitted)
         if slot is None:
             return False
+        if self._log is not None:
+            self._log.begun(slot.number, slot.number // self._slots.per_rollout, slot.version)
         with self._request("engine"):
             resp = self.collector.generated(slot.number // self._slots.per_rollout, self._groups_per_request)
         with self._change():
             self._unscored.append((slot, resp))
         return True
+
+    def _admitted(self) -> Slot[ScoredGroups] | None:
+        is_due = self._order is None or self._is_next_due(self._order)
+        return self._slots.admit(until=self._settings.num_rollouts) if is_due else None
+
+    def _is_next_due(self, order: Mapping[int, int]) -> bool:
+        """True if the next request begins with the present version, or with one from before a resume."""
+        return order.get(self._slots.next_request, math.inf) <= self._slots.version
 
     def _score(self) -> bool:
         item = self._next("reward", lambda: self._unscored.popleft() if self._unscored else None)
@@ -161,8 +179,11 @@ class AsyncTrainer(Trainer):
 
     # The thread that trains ---------------------------------------------------------------------------------------
 
-    def _hold_up(self, *names: str) -> None:
-        """Wait until these are between two requests, where they stay until the next push."""
+    def _hold_up(self, *names: str, before: int) -> None:
+        """Wait until these are between two requests, where they stay until the push of version `before`."""
+        order = self._order
+        if order is not None and self._slots.version < before:
+            self._wait(lambda: not self._is_next_due(order))
         with self._change():
             self._held_up.update(names)
         self._wait(lambda: self._working.isdisjoint(names))

@@ -6,7 +6,9 @@ import dataclasses
 
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.types.recipe import Messages, Part
+from unirl.trainer.loops.order import order_of
+from unirl.types.errors import ConfigError
+from unirl.types.recipe import Machine, Messages, Part
 
 LOOP = "unirl.trainer.base.Trainer"
 AHEAD = "collects while others are trained on"
@@ -16,7 +18,7 @@ def schedule_says_what_it_does(run: ComposedRun) -> Messages:
     """Keys of a schedule mean something for its kind, and no other loop is named."""
     schedule = run.file.schedule
     if schedule.kind == "sync":
-        for key in ("max_staleness", "groups_per_request"):
+        for key in ("max_staleness", "groups_per_request", "replay"):
             if getattr(schedule, key) is not None:
                 yield f"schedule.{key} does nothing with schedule.kind: sync. Set kind: async, or remove it."
         return
@@ -30,6 +32,17 @@ def schedule_says_what_it_does(run: ComposedRun) -> Messages:
             f"trainer._target_ = {run.trainer.path} and schedule.kind = {schedule.kind} both name the loop. Remove one "
             "of them."
         )
+
+
+def repeated_order_fits(run: ComposedRun, machine: Machine) -> Messages:
+    """The file of a repeated order is there, and has this run's requests."""
+    schedule = run.file.schedule
+    if schedule.kind == "sync" or schedule.replay is None or run.batch_size % (schedule.groups_per_request or 1):
+        return
+    try:
+        order_of(schedule, run.batch_size, run.file.num_rollouts)
+    except ConfigError as error:
+        yield str(error)
 
 
 def engines_sample_meanwhile(run: ComposedRun) -> Messages:
@@ -118,4 +131,5 @@ def _corrected(own: Part, staleness: int) -> Messages:
         )
 
 
+MACHINE_RULES = (repeated_order_fits,)
 RULES = (schedule_says_what_it_does, engines_sample_meanwhile, requests_divide, stale_samples_are_corrected)

@@ -50,6 +50,11 @@ class Slots(Generic[ItemT]):
         return (self.max_staleness + 1) * self.per_rollout
 
     @property
+    def next_request(self) -> int:
+        """Number of the request that is admitted next."""
+        return self._next
+
+    @property
     def num_waiting(self) -> int:
         """Finished requests."""
         return sum(slot.item is not None for slot in self._slots)
