@@ -34,7 +34,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "all": ("check", "rehearse"),
     "fits": ("rehearse",),
     "on": ("plan",),
-    "memory": ("check",),
+    "memory": ("check", "plan"),
+    "gpus": ("plan",),
     "to": ("export",),
     "merged": ("export",),
     "float32": ("export",),
@@ -92,7 +93,7 @@ class Command:
 
 def parse(argv: list[str]) -> Command:
     """The command that `argv` spells. Raises ConfigError for what makes no sense; argparse exits for --help."""
-    parser = _parser()
+    parser = _parser(takes_size=next((word for word in argv if not word.startswith("-")), "") == "plan")
     _refuse_dashes(argv, parser.format_help())
     given = vars(parser.parse_intermixed_args(argv))
     words: list[str] = given.pop("words")
@@ -178,7 +179,8 @@ def _is_override(word: str) -> bool:
     return "=" in word or word.startswith("~")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
+    """takes_size: True if --memory is followed by a size, as for `plan`; for `check` it is alone."""
     verbs = "\n".join(f"  {name:12} {text}" for name, text in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="trainer",
@@ -204,9 +206,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--fits", metavar="80GB", help="rehearse: fail where a device of this size is too small")
     parser.add_argument("--on", metavar="h100", help="plan: h100, h200, a100, mi300, 910b, or here: this machine")
-    parser.add_argument(
-        "--memory", action="store_true", help="check: what each phase takes of a GPU, estimated from published sizes"
+    memory = (
+        "check: what each phase takes of a GPU, estimated from published sizes; plan --memory 80GB: find a layout for "
+        "devices of this size"
     )
+    if takes_size:
+        parser.add_argument("--memory", metavar="80GB", help=memory)
+    else:
+        parser.add_argument("--memory", action="store_true", help=memory)
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan: find a layout for so many devices")
     parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
     parser.add_argument(

@@ -148,11 +148,11 @@ def rehearse(command: Command) -> int:
     return rehearse_recipes(command)
 
 
-def plan(command: Command) -> None:
-    """Write the seconds of a step."""
+def plan(command: Command) -> int:
+    """Write the seconds of a step, or a layout that fits; returns the exit status, 1 where none does."""
     from unirl.app.plan.command import plan_recipe
 
-    plan_recipe(command)
+    return plan_recipe(command)
 
 
 def scale(command: Command) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from unirl.app.rehearsal.categories import ACTIVATIONS, COPIES, ENGINE, GRADIENTS, OPTIMIZER, SAMPLES, TEXT_ENCODERS
+from unirl.app.rehearsal.knobs import knobs_of
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.types.errors import ConfigError
 
@@ -15,25 +15,6 @@ SMALLEST = 0.005
 SLACK, FIXED_BYTES = 1.05, 1.5e9
 """What a real device takes beyond what is counted: fragments of the allocator, and the context with its libraries."""
 NUM_HOLDERS = 3
-KNOBS: Mapping[str, Mapping[str, str]] = {
-    "train": {
-        ACTIVATIONS: "algorithm.rows_per_forward or stack.micro_batch_size lower, or "
-        "backend.fsdp.activation_checkpointing=selective or full, or backend.fsdp.activation_offload=true",
-    },
-    "rollout": {
-        ACTIVATIONS: "engine.forward_batch_size or pipeline.decode_batch_size lower, or bundle.vae_tile_pixels",
-    },
-}
-"""What makes a category smaller in one phase."""
-ALWAYS: Mapping[str, str] = {
-    SAMPLES: "batch_size lower, or engine.media_bits=8",
-    OPTIMIZER: "backend.optimizer.states=8bit, more devices, or parts/train=lora",
-    GRADIENTS: "more devices, or parts/train=lora",
-    COPIES: "more devices, or parts/train=lora",
-    ENGINE: "residency.sleep_engine=true, the engine's share of the memory lower, or parts/layout=separate",
-    TEXT_ENCODERS: "bundle.rest_text_encoders=true",
-}
-"""And in all of them."""
 
 
 def lines(found: Rehearsed) -> Iterator[str]:
@@ -46,15 +27,15 @@ def lines(found: Rehearsed) -> Iterator[str]:
     yield f"{found.recipe}: rank 0 of {found.num_ranks}, {', '.join(shares)}, in {found.cpu_s:.0f} CPU s"
     for phase, peak in found.peaks.items():
         parts = sorted(peak.parts.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= SMALLEST * peak.num_bytes)
+        named = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size >= SMALLEST * peak.num_bytes)
         mark = "  <- most" if phase == found.most else ""
-        yield f"  {phase:8} {_size(peak.num_bytes):>8} per device: {named}{mark}"
+        yield f"  {phase:8} {size_text(peak.num_bytes):>8} per device: {named}{mark}"
     if found.host_bytes:
-        yield f"  host     {_size(found.host_bytes):>8} of weights, states and activations rest in host memory"
+        yield f"  host     {size_text(found.host_bytes):>8} of weights, states and activations rest in host memory"
     computed = ", ".join(f"{phase} {flops / 1e12:.3g}" for phase, flops in found.flops.items() if flops)
     yield f"  TFLOP of a step, per device: {computed}"
     for phase, kinds in found.collectives.items():
-        sent = ", ".join(f"{kind} {_size(size)}" for kind, size in sorted(kinds.items()) if size >= 1e6)
+        sent = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(kinds.items()) if size >= 1e6)
         if sent:
             yield f"  collectives in {phase}, of what was made: {sent}"
     reads = sorted(found.reads.items(), key=lambda read: -read[1])
@@ -64,33 +45,38 @@ def lines(found: Rehearsed) -> Iterator[str]:
         yield f"  {note}"
 
 
-def limit_of(text: str) -> float:
+def limit_of(text: str, option: str = "--fits") -> float:
     """Bytes of a size such as 80GB. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"([0-9.]+)\s*GB", text)
-    if match is None:
-        raise ConfigError(f"--fits takes the memory of a device in GB, such as 80GB, not {text!r}.")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", text)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{option} takes the memory of a device in GB, such as 80GB, not {text!r}.")
     return float(match[1]) * GB
+
+
+def expected_bytes(counted: float) -> float:
+    """What a real device takes of counted bytes."""
+    return counted * SLACK + FIXED_BYTES
 
 
 def verdict(found: Rehearsed, limit: float) -> tuple[bool, list[str]]:
     """True if the counted bytes fit into a device, and lines that say so, with the largest holders if they do not."""
     peak = found.peaks[found.most]
-    expected = peak.num_bytes * SLACK + FIXED_BYTES
-    said = f"counted {_size(peak.num_bytes)} in {found.most}, about {_size(expected)} on a real device"
+    expected = expected_bytes(peak.num_bytes)
+    said = f"counted {size_text(peak.num_bytes)} in {found.most}, about {size_text(expected)} on a real device"
     if peak.num_bytes <= limit:
         close = "" if expected <= limit else ", which may be too much"
-        return True, [f"  fits {_size(limit)}: {said}{close}"]
+        return True, [f"  fits {size_text(limit)}: {said}{close}"]
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:NUM_HOLDERS]
     return False, [
-        f"  does not fit {_size(limit)}: {said}. The largest holders:",
-        *(f"    {name} {_size(size)}{_knob(found.most, name)}" for name, size in largest),
+        f"  does not fit {size_text(limit)}: {said}. The largest holders:",
+        *(f"    {name} {size_text(size)}{_knob(found.most, name)}" for name, size in largest),
     ]
 
 
 def _knob(phase: str, category: str) -> str:
-    found = KNOBS.get(phase, {}).get(category) or ALWAYS.get(category)
-    return "" if found is None else f": {found}"
+    found = knobs_of(phase, category)
+    return f": {', or '.join(knob.says for knob in found)}" if found else ""
 
 
-def _size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     return f"{num_bytes / GB:.2f} GB" if num_bytes >= 0.1 * GB else f"{num_bytes / 1e6:.3g} MB"
