@@ -274,8 +274,9 @@ def test_an_evaluation_of_another_policy_is_not_what_the_next_rollout_is_sampled
 def test_a_repeated_order_gives_the_same_metrics_and_weights_at_any_speed(tmp_path: Path, is_slow: bool):
     sizes = {"max_staleness": 2, "num_requests": 12, "per_rollout": 2}
     versions = [0, 0, 0, 0, 0, 1, 1, 2, 3, 3, 4, 5]  # ages 0, 1, 1 to 2, 1 to 2, 1, 0 to 1 of six rollouts
+    longer = [*versions, 5, 5]
     path = tmp_path / REQUESTS
-    path.write_text("".join(json.dumps({"request": n, "version": v}) + "\n" for n, v in enumerate(versions)))
+    path.write_text("".join(json.dumps({"request": n, "version": v}) + "\n" for n, v in enumerate(longer)))
     own = Made(tmp_path / "own", 2, 2, num_rollouts=6, order=read_order(path, **sizes), evaluation={"interval": 2})
     if is_slow:
         own.part("engine").then = lambda rollout_id: time.sleep(0.05)

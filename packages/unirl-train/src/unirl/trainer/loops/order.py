@@ -40,7 +40,7 @@ def order_of(schedule: Schedule, batch_size: int, num_rollouts: int) -> Mapping[
 
 
 def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness: int) -> Mapping[int, int]:
-    """Request -> version of the weights with which it begins.
+    """Request of this run -> version of the weights with which it begins. The file may have more.
 
     Raises ConfigError for a file that cannot be read, that lacks requests of the run, or whose order the run's slots do
     not allow: versions that fall, or a request that would be trained on before it begins or more than `max_staleness`
@@ -69,4 +69,4 @@ def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness
                 "schedule.groups_per_request as in the run that wrote it."
             )
         before = version
-    return order
+    return {request: order[request] for request in range(num_requests)}
