@@ -28,6 +28,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.loops import asynchronous
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.order import REQUESTS, OrderLog, read_order
 from unirl.trainer.roles import SyncRole
@@ -317,6 +318,17 @@ def test_an_order_that_the_slots_do_not_allow_is_refused(tmp_path: Path, version
     path.write_text("[1]\n")
     with pytest.raises(ConfigError, match=r"cannot be read \(TypeError"):
         read_order(path, num_requests=4, per_rollout=2, max_staleness=1)
+
+
+def test_what_is_stuck_is_named_with_its_stack(tmp_path: Path, monkeypatch: Any, caplog: Any):
+    monkeypatch.setattr(asynchronous, "STUCK_S", 0.1)
+    own = Made(tmp_path, 1, num_rollouts=2)
+    own.part("engine").then = lambda rollout_id: time.sleep(0.5) if rollout_id == 0 else None
+    own.trainer.run()
+    found = [record.getMessage() for record in caplog.records if "training has waited" in record.getMessage()]
+    assert 2 <= len(found) <= 3, "after 0.1, 0.2 and 0.4 seconds of 0.5"
+    assert found[0].startswith("training has waited for the requests of the oldest rollout for 0 s. engine: in request")
+    assert "time.sleep(0.5)" in found[0] and "reward: waits for a call" in found[0]
 
 
 def test_what_an_engine_raises_ends_the_run_and_what_is_finished_is_saved(tmp_path: Path):

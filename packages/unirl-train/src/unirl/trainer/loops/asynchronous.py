@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
@@ -29,6 +30,12 @@ from unirl.trainer.collector import ScoredGroups
 from unirl.trainer.loops.order import OrderLog
 from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
+from unirl.types.heartbeat import Activity
+
+logger = logging.getLogger(__name__)
+
+STUCK_S = 600.0
+"""After so many seconds of waiting for one thing a warning says what the others do; again after each doubling."""
 
 
 class AsyncTrainer(Trainer):
@@ -63,6 +70,7 @@ class AsyncTrainer(Trainer):
         self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
         self._working: set[str] = set()
         """What is in a request: "engine", "reward"."""
+        self._activity = {name: Activity() for name in ("engine", "reward")}
         self._held_up = {"engine"}
         """What begins no request: the engine until the first push, and both from an evaluation to the next push."""
         self._ends = False
@@ -127,7 +135,7 @@ class AsyncTrainer(Trainer):
             return False
         if self._log is not None:
             self._log.begun(slot.number, slot.number // self._slots.per_rollout, slot.version)
-        with self._request("engine"):
+        with self._request("engine", slot):
             resp = self.collector.generated(slot.number // self._slots.per_rollout, self._groups_per_request)
         with self._change():
             self._unscored.append((slot, resp))
@@ -146,7 +154,7 @@ class AsyncTrainer(Trainer):
         if item is None:
             return False
         slot, resp = item
-        with self._request("reward"):
+        with self._request("reward", slot):
             groups = self.collector.scored(slot.number // self._slots.per_rollout, resp)
         with self._change():
             slot.item = groups
@@ -169,9 +177,10 @@ class AsyncTrainer(Trainer):
         return found
 
     @contextlib.contextmanager
-    def _request(self, name: str) -> Generator[None]:
+    def _request(self, name: str, slot: Slot[ScoredGroups]) -> Generator[None]:
+        what = f"request {slot.number} of rollout {slot.number // self._slots.per_rollout}"
         try:
-            with self._busy[name].call():
+            with self._busy[name].call(), self._activity[name].doing(what):
                 yield
         finally:
             with self._change():
@@ -183,20 +192,25 @@ class AsyncTrainer(Trainer):
         """Wait until these are between two requests, where they stay until the push of version `before`."""
         order = self._order
         if order is not None and self._slots.version < before:
-            self._wait(lambda: not self._is_next_due(order))
+            self._wait("the requests of this version", lambda: not self._is_next_due(order))
         with self._change():
             self._held_up.update(names)
-        self._wait(lambda: self._working.isdisjoint(names))
+        self._wait("the end of a request", lambda: self._working.isdisjoint(names))
 
     def _oldest(self) -> list[Slot[ScoredGroups]]:
         """The requests of the oldest rollout, when they are finished; they keep their slots."""
-        self._wait(lambda: self._slots.oldest() is not None)
+        self._wait("the requests of the oldest rollout", lambda: self._slots.oldest() is not None)
         return self._slots.oldest() or []
 
-    def _wait(self, is_settled: Callable[[], bool]) -> None:
+    def _wait(self, what: str, is_settled: Callable[[], bool]) -> None:
         """Wait for the other threads. Raises what ended one."""
+        begun, patience_s = time.monotonic(), STUCK_S
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or is_settled())
+            while not self._changed.wait_for(lambda: self._failure is not None or is_settled(), patience_s):
+                doing = "; ".join(f"{name}: {activity.report()}" for name, activity in self._activity.items())
+                waited_s = time.monotonic() - begun
+                logger.warning("training has waited for %s for %.0f s. %s", what, waited_s, doing)
+                patience_s = waited_s
             if self._failure is not None:
                 raise self._failure
 
