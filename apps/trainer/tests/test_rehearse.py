@@ -106,6 +106,18 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     assert float(flops[1]["train"]) == pytest.approx(float(flops[0]["train"]) / 2, rel=0.01)
 
 
+def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() -> None:
+    words = ["worlds/shapes/alignprop", "eval=null", "batch_size=8", "stack.micro_batch_size=8"]
+    peaks, flops = [], []
+    for more in ([], ["algorithm.truncation=full"]):
+        done = rehearse(*words, *more)
+        assert done.returncode == 0, done.stderr
+        peaks.append(_peaks(done.stdout)["train"])
+        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+    assert peaks[0] == peaks[1]
+    assert flops[0] == pytest.approx(flops[1] * 7 / 12, rel=0.01)  # 1 .. 6 of 6 steps
+
+
 def test_the_reward_of_long_texts_keeps_its_buffer(tmp_path: Path) -> None:
     run = share_of(checked("worlds/arithmetic/dapo"), tmp_path).run
     assert run.resolved["reward"]["overlong_buffer_len"] == 4

@@ -376,4 +376,8 @@ def _times(share: Share) -> dict[str, float]:
 
 
 def _times_of_tracks(share: Share) -> dict[str, float]:
-    return {track: work.num_kept / work.num_trained for track, work in share.works.items() if work.num_trained}
+    return {
+        track: work.mean_depth * work.num_kept / work.num_trained
+        for track, work in share.works.items()
+        if work.num_trained
+    }

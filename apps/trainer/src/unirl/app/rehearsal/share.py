@@ -17,7 +17,7 @@ from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import TARGET, Policy, Stage
+from unirl.types.recipe import TARGET, Part, Policy, Stage
 
 MICRO_BATCHES = 2
 """Micro-batches of an update: the second one has gradients in memory, and those after it are like it."""
@@ -50,6 +50,8 @@ class Work:
     """In a rollout of the rehearsal; the others are added to what memory holds."""
     num_trained: int
     """Samples that are trained on, the first micro-batches of every update; 0 for a track that is not."""
+    mean_depth: float = 1.0
+    """Training of a sample in the mean over rollouts, relative to that of the rehearsed ones, which go deepest."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         _sample_directly(recipe, stage, works[str(stage.track)])
     for policy in run.policies.values():
         _at(recipe, policy.stack.at)["num_updates_per_batch"] = _num_updates(policy)
+    for at, _ in _random_depths(run):
+        _at(recipe, at)["truncation"] = "full"
     if apart:  # what only engines with separate weights can do
         residency = run.resolved.get("residency") or {}
         recipe["residency"] = {key: residency[key] for key in residency if key not in APART_ONLY}
@@ -156,6 +160,8 @@ def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
+    for at, depth in _random_depths(run):
+        yield f"{at}.truncation is rehearsed at its deepest; FLOPs are of the mean, {depth:.2f} of that"
     for stage in apart:
         yield f"{stage.engine.name} is counted by formulas; the model that trains made its samples"
 
@@ -168,6 +174,23 @@ def kept_fraction(run: ComposedRun) -> float:
     if best_of is None and run.selection.get("drop_zero_variance"):
         best_of = run.advantages.node.get("num_best")  # of weights; the others are 0
     return 1.0 if best_of is None else min(1.0, best_of / run.samples_per_prompt)
+
+
+def _random_depths(run: ComposedRun) -> Iterator[tuple[str, float]]:
+    """Place of each algorithm that trains through the last K of T steps, K drawn from 1 .. T for each rollout, and the
+    mean of K / T."""
+    for stage in run.stages:
+        for algorithm in _algorithms(run, stage):
+            if algorithm.get("truncation") == "random":
+                steps = stage.sampling.get("num_inference_steps")
+                yield algorithm.at, (steps + 1) / (2 * steps)
+
+
+def _algorithms(run: ComposedRun, stage: Stage) -> Iterator[Part]:
+    """The algorithm that trains on a stage's track, if any."""
+    algorithm = run.all_policies[stage.policy].algorithms.get(str(stage.track))
+    if algorithm is not None:
+        yield algorithm
 
 
 def _makes_texts(stage: Stage) -> bool:
@@ -198,6 +221,7 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
     updates = math.lcm(*map(_num_updates, run.policies.values()))
     while round(prompts * per_prompt[run.stages[0].track] * fraction) % updates:
         prompts += 1
+    depths = dict(_random_depths(run))
     return prompts, {
         str(stage.track): Work(
             num_samples=num_samples[stage.track],
@@ -208,6 +232,7 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
                 round(prompts * per_prompt[stage.track] * fraction),
                 _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
+            mean_depth=next((depths[part.at] for part in _algorithms(run, stage) if part.at in depths), 1.0),
         )
         for stage in run.stages
     }
