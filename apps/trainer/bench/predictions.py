@@ -69,6 +69,8 @@ def not_measured(run: ComposedRun) -> str | None:
         return "left out: several processes"
     if any(stage.engine.ability("has_own_weights") for stage in run.stages):
         return "left out: its engine is apart"
+    if run.is_staged:
+        return "left out: several stages"
     return "left out: several policies train" if len(run.policies) > 1 else None
 
 

@@ -1,11 +1,15 @@
 """Counted FLOPs, and several recipes side by side: by hand."""
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from unirl.app.bench import CPU_ATTENTION, relative_to_first
-from unirl.app.command_line import parse
+from unirl.app.bench import CPU_ATTENTION, bench_recipe, relative_to_first
+from unirl.app.command_line import Command, parse
+from unirl.app.recipe import composed, settled
+from unirl.config.check import check_recipe
+from unirl.types.errors import ConfigError
 
 
 def report(name: str, device_s: float, flops: float, samples: int) -> dict[str, object]:
@@ -34,3 +38,9 @@ def test_attention_on_a_cpu_is_counted():
     with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == 2 * products
+
+
+def test_a_recipe_of_stages_is_planned_and_not_measured() -> None:
+    run = check_recipe(settled(composed(Command("bench", "worlds/thoughts/nft"))))
+    with pytest.raises(ConfigError, match="bench measures one engine, this recipe has stages. Plan it instead"):
+        bench_recipe(run)

@@ -87,7 +87,7 @@ def bench_recipe(
 
     first: called with what was built, before any step. compares_replays: see `replay_variants`, whose forwards of all
     steps may take more memory than the run.
-    Raises ConfigError for runtime: ray, whose workers are other processes.
+    Raises ConfigError for runtime: ray, whose workers are other processes, and for stages.
     """
     recipe = run.resolved
     if recipe["runtime"] != "local":
@@ -99,6 +99,8 @@ def bench_recipe(
             "bench measures one phase after the other, and this recipe's schedule lets them overlap. Set "
             "schedule.kind=sync; the metrics of a run measure the overlap (schedule/...)."
         )
+    if run.is_staged:
+        raise ConfigError("bench measures one engine, this recipe has stages. Plan it instead: trainer plan.")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
