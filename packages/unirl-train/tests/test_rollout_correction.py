@@ -254,6 +254,14 @@ def test_the_weight_of_the_sequence_stands_outside_of_the_clip(rows: int | None)
     assert metrics["mismatch/correction/mean"] == pytest.approx(float(weight_B.mean()) * 2 / 3, rel=1e-3)
 
 
+def test_a_rollout_whose_window_is_below_the_floor_trains_on_none_of_its_stale_samples():
+    made = setup(DiffusionGRPO, rollout_correction=RolloutCorrection(noise_floor=FLOOR))
+    track = rollout(made.pipeline, sampling(sde_indices=[2])).tracks["image"]
+    for versions, dropped in ((0, 0.0), (-1, 1.0)):
+        _, _, metrics = run(made, micro_of(with_versions(track, *[versions] * 6)))
+        assert metrics["mismatch/correction/dropped_fraction"] == dropped
+
+
 def test_a_floor_needs_versions_and_must_leave_a_step():
     made = setup(DiffusionGRPO, rollout_correction=RolloutCorrection(noise_floor=FLOOR))
     with pytest.raises(ConfigError, match="noise_floor needs the version of the policy on every sample"):

@@ -314,17 +314,18 @@ class TransitionAlgorithm(RatioAlgorithm):
         return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B, noise_R)
 
     def _noise(self, segment: LatentSegment, step_R: Tensor) -> Tensor:
-        """Standard deviation [R] of the noise of some steps. Raises ConfigError if a floor leaves no step."""
-        std_S = self._pipeline.step_std(segment)
+        """Standard deviation [R] of the noise of some steps. Raises ConfigError if the floor is above all steps, also
+        those that a moving window makes stochastic in other rollouts."""
+        steps = list(range(segment.num_steps))
+        std_T = self._pipeline.step_std(segment.replace(sde_indices=steps, sde_logp=None, sde_means=None))
         floor = None if self.rollout_correction is None else self.rollout_correction.noise_floor
-        if floor is not None and not bool((std_S >= floor).any()):
+        if floor is not None and not bool((std_T >= floor).any()):
             raise ConfigError(
                 f"algorithm.rollout_correction.noise_floor = {floor} leaves out every step of a stale sample: the "
-                f"standard deviations of their noise are {', '.join(f'{std:.3g}' for std in std_S.tolist())}. Set it "
+                f"standard deviations of their noise are {', '.join(f'{std:.3g}' for std in std_T.tolist())}. Set it "
                 "between two of them."
             )
-        columns = {step: column for column, step in enumerate(segment.sde_indices)}
-        return std_S[[columns[step] for step in step_R.tolist()]]
+        return std_T[step_R.to(std_T.device)]
 
     def _old_mean(self, micro: MicroBatch, policy: TransitionStats, rows: slice) -> Tensor | None:
         if not self.keeps_anchor_means:
