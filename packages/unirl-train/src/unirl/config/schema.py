@@ -320,6 +320,8 @@ class Recipe:
     resume: str | None = None
     """"auto", or the path of a run."""
     resume_changes: Literal["refuse", "allow"] = "refuse"
+    max_restarts: NonNegativeInt = 0
+    """Times that all workers are started again, from the newest checkpoint, when some die; then the run ends."""
     save: Save = Save()
     residency: Residency = Residency()
     schedule: Schedule = Schedule()

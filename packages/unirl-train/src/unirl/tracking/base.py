@@ -18,8 +18,9 @@ class Tracker(Protocol):
     """Receives what a run reports, on the driver only. Steps count finished rollouts; step 0 is before training."""
 
     def start(self, config: Config, run_dir: Path, step: int) -> None:
-        """Called once before anything else. step: rollouts already done. config: the recipe, whose `resume` is None for
-        a new run; one that is resumed may have been stopped before its first rollout, and has a step of 0 too."""
+        """Called before anything else, and again after `close` where a run starts its workers again. step: rollouts
+        already done. config: the recipe, whose `resume` is None for a new run; one that is resumed may have been
+        stopped before its first rollout, and has a step of 0 too."""
         ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -53,5 +54,6 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Called last, however the run ended: give back the terminal, files and connections. Harmless twice."""
+        """Called last, however the run ended, and before workers are started again: give back the terminal, files and
+        connections. Harmless twice."""
         ...

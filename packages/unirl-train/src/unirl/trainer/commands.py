@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from unirl.config.runs import ComposedRun, named_copy
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
+from unirl.train.checkpoint.saved import newest_driver_state
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.launch import make_runtime
 from unirl.trainer.held_out import EvaluationResult
@@ -17,8 +19,10 @@ from unirl.trainer.model_card import write_model_card
 from unirl.trainer.policy import role_name
 from unirl.trainer.resuming import Recipe, check_resume
 from unirl.trainer.roles import CheckpointerRole, StackRole, SyncRole
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, WorkerError
 from unirl.types.weights import LostUpdate
+
+logger = logging.getLogger(__name__)
 
 
 def run_recipe(
@@ -33,13 +37,26 @@ def run_recipe(
 
     published: the recipe as trackers and checkpoints may show it (`unirl.config.recipes.published`). None shows it
     unchanged, for recipes without values from the environment.
+    If workers die, all are started again from the newest checkpoint, `max_restarts` times; then raises WorkerError.
     """
-    resume = run.file.resume
+    resume, stop = run.file.resume, stop or threading.Event()
     if resume is not None:
         check_resume(run.resolved, run_dir, published)
-    with make_runtime(run, run_dir) as runtime:
-        trainer = make_trainer(run, runtime, run_dir, trackers, stop or threading.Event(), published=published)
-        return trainer.run(resume)
+    restarts = 0
+    while True:
+        try:
+            with make_runtime(run, run_dir) as runtime:
+                return make_trainer(run, runtime, run_dir, trackers, stop, published=published).run(resume)
+        except WorkerError as error:
+            restarts += 1
+            if restarts > run.file.max_restarts or stop.is_set():
+                raise
+            saved = newest_driver_state(run_dir / "checkpoints")
+            resume = None if saved is None else "auto"
+            place = "the start, since there is no checkpoint" if saved is None else f"rollout {saved['next_rollout']}"
+            logger.warning("%s\nrestart %d of %d, from %s", error, restarts, run.file.max_restarts, place)
+            for tracker in trackers:
+                tracker.close()
 
 
 def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
