@@ -58,7 +58,8 @@ def test_a_correction_that_cannot_work_is_refused(recipe, changes, correction, m
 
 
 def test_a_noise_floor_is_for_denoising_steps(recipe):
-    check_recipe(corrected(recipe, {}, {"upper": 1.001, "noise_floor": 0.1}))
+    ahead = resolve(compose("worlds/shapes/replica", ["parts/schedule=async"]))
+    check_recipe(corrected(ahead, {}, {"upper": 1.001, "noise_floor": 0.1}))
     with pytest.raises(ConfigError, match="noise_floor = 0 must be above 0"):
         check_recipe(corrected(recipe, {}, {"upper": 1.001, "noise_floor": 0}))
     tokens = resolve(compose("worlds/arithmetic/grpo"))

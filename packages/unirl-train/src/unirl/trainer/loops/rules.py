@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
@@ -108,13 +109,25 @@ def stale_samples_are_corrected(run: ComposedRun) -> Messages:
                 f"{own.name} samples while it trains, to differentiate through both, so that nothing can be collected "
                 "ahead. Set schedule.kind: sync."
             )
-        elif staleness and not own.takes_any and not own.ability("takes_stale_samples"):
+        elif not staleness:
+            yield from _bounds_age(own)
+        elif not own.takes_any and not own.ability("takes_stale_samples"):
             yield from _corrected(own, staleness)
     if staleness and run.guardrails is not None and run.guardrails.node.get("action") == "rollback":
         yield (
             "guardrails.action: rollback returns to older weights, and samples of the newer ones are in flight "
             "(schedule.max_staleness > 0). Set action: stop, and resume."
         )
+
+
+def _bounds_age(own: Part) -> Messages:
+    correction = own.node.get("rollout_correction")
+    for key in ("max_staleness", "noise_floor"):
+        if isinstance(correction, Mapping) and correction.get(key) is not None:
+            yield (
+                f"{own.at}.rollout_correction.{key} = {correction[key]} drops what is old, but samples are never older "
+                "than the weights that train. Remove it, or set schedule.max_staleness (parts/schedule=async)."
+            )
 
 
 def _corrected(own: Part, staleness: int) -> Messages:
