@@ -1,6 +1,7 @@
 """The asynchronous loop on a field of a few numbers: what overlaps, who waits for whom, what a failure leaves."""
 
 import copy
+import dataclasses
 import functools
 import json
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
-from test_trainer import Notes
+from test_trainer import NO_ALARMS, Notes
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
@@ -114,6 +115,7 @@ class Made:
         fails: Any = no_failure,
         evaluation: dict[str, Any] | None = None,
         order: Any = None,
+        guardrails: GuardrailConfig = NO_ALARMS,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +163,7 @@ class Made:
             sampling=sampling(),
             advantages=AdvantageConfig(),
             evaluator=None if evaluation is None else Evaluator(config, data.rows, sampling()),
-            guardrails=functools.partial(Guardrails, GuardrailConfig(action="off"), scorers=["bright"]),
+            guardrails=functools.partial(Guardrails, guardrails, scorers=["bright"]),
             trackers=[self.notes],
             run_dir=folder,
             config={"recipe": "fake"},
@@ -329,6 +331,19 @@ def test_what_is_stuck_is_named_with_its_stack(tmp_path: Path, monkeypatch: Any,
     assert 2 <= len(found) <= 3, "after 0.1, 0.2 and 0.4 seconds of 0.5"
     assert found[0].startswith("training has waited for the requests of the oldest rollout for 0 s. engine: in request")
     assert "time.sleep(0.5)" in found[0] and "reward: waits for a call" in found[0]
+
+
+def test_a_part_that_waits_nearly_always_is_an_alarm_that_stops_no_run(tmp_path: Path):
+    watching = GuardrailConfig(action="stop", patience=1, warmup=3, window=3, grad_norm_factor=1e9, reward_drop=1e9)
+    own = Made(tmp_path, 1, num_rollouts=6, guardrails=watching)
+    own.part("engine").then = lambda rollout_id: time.sleep(1.0)
+    assert own.trainer.run()["is_complete"]
+    assert own.notes.alerts == [("idle_part", 3)]
+    assert [own.notes.logged[step]["alarm/idle_part"] for step in range(1, 7)] == [0, 0, 1, 1, 1, 1]
+    busy = Made(tmp_path / "busy", 1, num_rollouts=4, guardrails=dataclasses.replace(watching, idle_share=1.0))
+    busy.part("engine").then = own.part("engine").then
+    busy.trainer.run()
+    assert busy.notes.alerts == []
 
 
 def test_what_an_engine_raises_ends_the_run_and_what_is_finished_is_saved(tmp_path: Path):

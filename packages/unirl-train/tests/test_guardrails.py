@@ -59,7 +59,7 @@ def test_a_state_without_the_ranges_of_later_alarms_is_taken():
     """As checkpoints hold it that were written before there were others than these two ranges."""
     guard = Guardrails(GuardrailConfig())
     guard.load_state_dict({"norms": [1.0], "rewards": [0.5], "alarms": 0})
-    assert guard.state_dict() == {"norms": [1.0], "rewards": [0.5], "gaps": {}, "scores": {}, "alarms": 0}
+    assert guard.state_dict() == {"norms": [1.0], "rewards": [0.5], "gaps": {}, "scores": {}, "waits": {}, "alarms": 0}
 
 
 def test_wrong_settings_are_refused():

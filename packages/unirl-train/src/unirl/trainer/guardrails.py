@@ -26,15 +26,21 @@ AlarmName = Literal[
     "first_ratio",
     "logp_gap",
     "reward_hacking",
+    "idle_part",
 ]
 ALARMS: tuple[AlarmName, ...] = get_args(AlarmName)
 ENDED_BY_ROLLBACK: tuple[AlarmName, ...] = ("grad_norm_range", "reward_range", "non_finite_gradient")
 """Alarms that earlier weights do not have; the others would be raised again at once after a rollback."""
+ONLY_TOLD: tuple[AlarmName, ...] = ("idle_part",)
+"""Alarms that neither stop a run nor keep it from a checkpoint: nothing is wrong with the weights."""
 
 GRAD_NORM = "train/grad_norm"
 CHANGED_TENSORS = "sync/changed_tensors"
 PENALTY_SHARE = "policy/penalty_share"
 LOGP_GAP = "mismatch/logp_absdiff/mean"
+WALL_S = "schedule/wall_s"
+PARTS = ("engine", "reward", "learner")
+"""What overlaps in a schedule, as in `schedule/<part>_idle_s`."""
 ROUNDING_GAP = 1e-6
 """Log-prob gaps up to this are float32 rounding and are ignored."""
 
@@ -65,6 +71,9 @@ class GuardrailConfig:
     scorer_drop: Positive = 4.0
     """Alarm if from the first to the second half of the window the reward rises and a scorer falls, each by this many
     standard errors."""
+    idle_share: PositiveFraction = 0.9
+    """Alarm if engine, reward or learner waited for more than this share of the window, where they overlap; 1 disables
+    it."""
     window: Annotated[int, Bounds(ge=2)] = 20
     """Rollouts in the running statistics."""
     warmup: Annotated[int, Bounds(ge=2)] = 8
@@ -111,6 +120,8 @@ class Guardrails:
         self._gaps: dict[str, list[float]] = {}
         self._scores: dict[str, list[float]] = {}
         """Mean reward and mean of each scorer, for every rollout in the window."""
+        self._waits: dict[str, list[float]] = {}
+        """Share of each rollout's wall time in which a part waited, in the window."""
         self._alarms_in_a_row = 0
 
     def observe(self, metrics: Mapping[str, float]) -> list[Alarm]:
@@ -125,12 +136,13 @@ class Guardrails:
             *self._ratio_alarms(metrics),
             *self._gap_alarms(metrics),
             *self._hacking_alarms(metrics),
+            *self._idle_alarms(metrics),
         ]
         names = {alarm.name for alarm in alarms}
         if not names & {"grad_norm_range", "zero_gradient", "non_finite_gradient", "reward_range"}:
             self._norms = self._newest([*self._norms, metrics[GRAD_NORM]])
             self._rewards = self._newest([*self._rewards, metrics["reward/mean"]])
-        counted = names & set(ENDED_BY_ROLLBACK) if self.rolls_back else names
+        counted = names & set(ENDED_BY_ROLLBACK) if self.rolls_back else names - set(ONLY_TOLD)
         self._alarms_in_a_row = self._alarms_in_a_row + 1 if counted else 0
         return alarms
 
@@ -255,6 +267,21 @@ class Guardrails:
                     "the reward; look at samples/, weigh this scorer more, or raise algorithm.kl_coef",
                 )
 
+    def _idle_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        if WALL_S not in metrics:
+            return
+        for part in PARTS:
+            share = metrics[f"schedule/{part}_idle_s"] / metrics[WALL_S]
+            self._waits[part] = self._newest([*self._waits.get(part, []), share])
+        shares = {part: statistics.fmean(self._waits[part]) for part in PARTS}
+        part = max(PARTS, key=shares.__getitem__)
+        if len(self._waits[part]) == self.config.window and shares[part] > self.config.idle_share:
+            yield Alarm(
+                "idle_part",
+                f"the {part} waited {shares[part]:.0%} of the last {self.config.window} rollouts (limit "
+                f"{self.config.idle_share:.0%}); give its devices to what never waits, or raise schedule.max_staleness",
+            )
+
     def _drift(self, name: str) -> float:
         """Change of the mean from the first to the second half of the window, in standard errors; 0 until the window is
         full."""
@@ -278,6 +305,7 @@ class Guardrails:
             "rewards": self._rewards,
             "gaps": {name: list(values) for name, values in self._gaps.items()},
             "scores": {name: list(values) for name, values in self._scores.items()},
+            "waits": {name: list(values) for name, values in self._waits.items()},
             "alarms": self._alarms_in_a_row,
         }
 
@@ -286,6 +314,7 @@ class Guardrails:
         self._norms, self._rewards = list(state["norms"]), list(state["rewards"])
         self._gaps = {name: list(values) for name, values in state.get("gaps", {}).items()}
         self._scores = {name: list(values) for name, values in state.get("scores", {}).items()}
+        self._waits = {name: list(values) for name, values in state.get("waits", {}).items()}
         self._alarms_in_a_row = int(state["alarms"])
 
 

@@ -27,6 +27,7 @@ from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import ScoredGroups
+from unirl.trainer.guardrails import PARTS, WALL_S
 from unirl.trainer.loops.order import OrderLog
 from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
@@ -62,7 +63,7 @@ class AsyncTrainer(Trainer):
         self._groups_per_request = groups_per_request or settings.batch_size
         self._log = log
         self._order = order
-        self._busy = {name: BusyClock() for name in ("engine", "reward", "learner")}
+        self._busy = {name: BusyClock() for name in PARTS}
         self._measured_at = time.monotonic()
         self._changed = threading.Condition()
         """Guards what follows; notified when any of it changes."""
@@ -233,6 +234,7 @@ class AsyncTrainer(Trainer):
             "schedule/lag/oldest": float(max(lags)),
             "schedule/requests_waiting": float(waiting),
             **{f"schedule/{name}_idle_s": max(0.0, wall_s - seconds) for name, seconds in busy_s.items()},
+            WALL_S: wall_s,
             "schedule/concurrency": sum(busy_s.values()) / wall_s,
             "perf/samples_per_s": num_samples / wall_s,
         }
