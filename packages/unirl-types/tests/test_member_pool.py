@@ -104,6 +104,21 @@ def test_a_member_that_died_between_calls_is_replaced_and_its_end_is_reported_on
     assert caplog.text.count("it died") == 1 and caplog.text.count("it was ended") == 1
 
 
+def test_a_replacement_that_takes_long_keeps_no_answer_back():
+    first, second = FakeMember(1), FakeMember(2)
+    is_restored = threading.Event()
+
+    def restore(member):
+        assert is_restored.wait(20)
+
+    pool = pool_of(first, second, restore=restore)
+    first.stop()
+    assert asked(pool, 4) == {number: (number, 2) for number in range(4)} and not is_restored.is_set()
+    is_restored.set()
+    pool.heal()
+    assert first.is_alive and second.is_alive
+
+
 def test_a_call_that_ends_every_process_ends_the_run():
     class Poisoned(FakeMember):
         def call(self, message):

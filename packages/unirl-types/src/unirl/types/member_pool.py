@@ -164,6 +164,8 @@ class MemberPool(Generic[MemberT]):
                     running[self._threads.submit(_asked, member, messages[number], read)] = (number, member)
                 while finished:  # what the caller does with them, it does while the members work
                     yield finished.pop(0)
+                if not todo and not running:
+                    break  # those who replace the dead are not waited for
                 done, _ = wait([*running, *self._healing], return_when=FIRST_COMPLETED)
                 for future in done & self._healing.keys():
                     self._healed(future)
