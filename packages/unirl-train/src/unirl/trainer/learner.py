@@ -11,7 +11,7 @@ from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
 from unirl.trainer.guardrails import ALARMS, CHANGED_TENSORS, Alarm, Guardrails
-from unirl.trainer.roles import StackRole, SyncRole
+from unirl.trainer.roles import FollowsTraining, StackRole, SyncRole
 from unirl.types.copies import Copies
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class Learner:
     def train(self, rollout: ScoredRollout) -> dict[str, float]:
         """Run the updates of a rollout and release it; returns metrics."""
         self._is_training = True
+        if isinstance(self._sync, FollowsTraining):
+            self._sync.training_begins()
         with self._clock.phase("train"):
             result = self._stack.train(rollout.resp, progress=rollout.progress)
         with self._clock.phase("other"):

@@ -8,7 +8,7 @@ A role is checked against its component's markers when it is called; these proto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from unirl.distributed.held import Held
 from unirl.train.stack import TrainStepResult
@@ -168,4 +168,13 @@ class SyncRole(Protocol):
 
     def push(self, policy: Copies = None) -> dict[str, float]:
         """Make the engine sample from a policy; returns metrics."""
+        ...
+
+
+@runtime_checkable
+class FollowsTraining(Protocol):
+    """A weight sync that pushes by itself, to engines that start later, and so must know when weights change."""
+
+    def training_begins(self) -> None:
+        """The weights are no longer those that were pushed last."""
         ...

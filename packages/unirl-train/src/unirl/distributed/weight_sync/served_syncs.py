@@ -16,6 +16,7 @@ from unirl.types.errors import UniRLError
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.5
 _MAX_PUSHES = 8
 """Times that a push is begun because members died of it or during it."""
 
@@ -38,7 +39,8 @@ class ServedSyncs:
 
     sync: the role of the components that push (`WeightSync`, or `PolicySyncs`). A push goes to all members of all
     pools, and begins again without those that died; a member that starts later gets the last push alone, with all that
-    proves it, while what trains waits for samples.
+    proves it, as long as the weights are still those. Once they have been trained on, it waits for the next push, so
+    that all members sample with one version, unless none of its pool lives meanwhile.
     """
 
     def __init__(
@@ -53,6 +55,9 @@ class ServedSyncs:
         self._last: tuple[Copies] | None = None
         """The copies that were pushed last; None: nothing was, or a push is under way."""
         self._restoring = threading.Lock()
+        self._is_outdated = False
+        """True from the beginning of training to the next push."""
+        self._next_push = threading.Event()
         for pushed in self._pools:
             pushed.pool.restored = lambda member, pushed=pushed: self._restore(pushed, member)
 
@@ -62,9 +67,16 @@ class ServedSyncs:
     def push(self, policy: Copies = None) -> dict[str, float]:
         """Push to the members of all pools, of which those that died are replaced first."""
         self._last = None
+        self._next_push.set()
         metrics = self._surviving(lambda: self._sync.push(policy))
-        self._last = (policy,)
+        self._last, self._is_outdated = (policy,), False
         return metrics
+
+    def training_begins(self) -> None:
+        """What trains no longer has the weights that were pushed last. Returns when no member is being restored."""
+        with self._restoring:
+            self._is_outdated = True
+            self._next_push.clear()
 
     def _surviving(self, work: Callable[[], Any]) -> Any:  # Any: what the work gives
         """The work on all members; again where some died, with others instead of them."""
@@ -83,15 +95,31 @@ class ServedSyncs:
 
     def _restore(self, pushed: PushedPool, member: WorkerMember) -> None:
         """Push what was pushed last to one member, and prove it there."""
-        last = self._last
-        if last is None:
-            return  # the push that is under way, or the first one, brings it
+        if self._is_outdated and self._comes_with_a_push(pushed.pool, member):
+            return
         with self._restoring:
+            last = self._last
+            if last is None:
+                return  # the push that is under way, or the first one, brings it
             self._connect(pushed, [member], keeps_former=True)  # the others may still read what was pushed to them
             if pushed.policy is None:
                 self._sync.push(*last)
             else:
                 self._sync.push(*last, only=pushed.policy)
+
+    def _comes_with_a_push(self, pool: ServedPool, member: WorkerMember) -> bool:
+        """Wait for the next push, which brings the weights; False if no other member lives to do the work meanwhile."""
+        if member not in pool.members:
+            return True  # it joins between two requests, before a push
+        while not self._next_push.wait(POLL_S):
+            if not any(other.is_alive for other in pool.members if other is not member):
+                logger.warning(
+                    "no member of %s has the weights that were pushed last; %s gets newer ones", pool.name, member.name
+                )
+                return False
+            if not member.is_alive:  # the pool ends
+                return True
+        return True
 
     def _connect(self, pushed: PushedPool, members: Sequence[WorkerMember], *, keeps_former: bool = False) -> None:
         found = tuple(each for member in members for each in (member, member.pid))
