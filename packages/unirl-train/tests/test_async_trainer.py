@@ -114,13 +114,14 @@ class Made:
         *,
         fails: Any = no_failure,
         evaluation: dict[str, Any] | None = None,
+        num_prompts: int = 40,
         order: Any = None,
         guardrails: GuardrailConfig = NO_ALARMS,
         **settings: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         prompts = folder / "prompts.jsonl"
-        rows = [{"prompt": f"prompt {i}", "prompt_id": f"p{i}"} for i in range(40)]
+        rows = [{"prompt": f"prompt {i}", "prompt_id": f"p{i}"} for i in range(num_prompts)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.events: list[Any] = []
         self.notes, self.stop = Notes(self.events), threading.Event()
@@ -233,6 +234,15 @@ def test_samples_are_as_old_as_allowed_and_prompts_are_those_of_a_synchronous_ru
     assert lags == [min(step, max_staleness) for step in range(7)]  # one optimizer step per rollout
     logged = [own.notes.logged[step]["schedule/lag/oldest"] for step in range(1, 8)]
     assert logged == lags and own.runtime.num_held() == 0
+
+
+def test_prompts_that_come_twice_in_a_rollout_are_two_groups_also_where_two_requests_bring_them(tmp_path: Path):
+    sync = Made(tmp_path / "sync", None, num_prompts=3)
+    own = Made(tmp_path / "async", 1, 1, num_prompts=3)
+    sync.trainer.run()
+    own.trainer.run()
+    assert own.groups == sync.groups
+    assert own.groups[0] == ["prompt:p0", "prompt:p1", "prompt:p2", "prompt:p0#1"]
 
 
 def test_engine_reward_and_learner_work_at_the_same_time(tmp_path: Path):

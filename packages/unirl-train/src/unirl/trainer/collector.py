@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
-from unirl.data.data_source import MultimodalRLDataSource
+from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.train.names import joined
@@ -21,6 +22,7 @@ from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
+from unirl.trainer.request import unique_ids
 from unirl.trainer.roles import EngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
@@ -116,6 +118,8 @@ class Collector(Generic[ParamsT]):
         self._asking = threading.Lock()
         self._unfinished: dict[int, dict[str, Any]] = {}
         """State of the requests before the first one of each unfinished rollout."""
+        self._asked: dict[int, list[str]] = {}
+        """Ids of the prompts that each unfinished rollout was asked for."""
         self._untrained: dict[int, dict[str, Any]] = {}
         """State of the advantages before each unfinished rollout that has some."""
 
@@ -136,7 +140,8 @@ class Collector(Generic[ParamsT]):
         """The first half of `sampled`: samples without rewards."""
         with self._clock.phase("other"), self._asking:
             self._unfinished.setdefault(rollout_id, self._request_state())
-            req = self.request(rollout_id, num_prompts)
+            rows = self._distinct(self._data.next(num_prompts), rollout_id)
+            req = self._modality.request(self._runtime, rows, self._sampling, rollout_id)
         return self._generated(req)
 
     def scored(self, rollout_id: int, resp: Held) -> ScoredGroups:
@@ -163,11 +168,18 @@ class Collector(Generic[ParamsT]):
     def finished(self, rollout_id: int) -> None:
         """Mark a rollout as trained on, so that it is not collected again."""
         with self._asking:
-            del self._unfinished[rollout_id], self._untrained[rollout_id]
+            del self._unfinished[rollout_id], self._untrained[rollout_id], self._asked[rollout_id]
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """A request for the next prompts of the data, with everything pinned."""
         return self._modality.request(self._runtime, self._data.next(num_prompts), self._sampling, rollout_id)
+
+    def _distinct(self, rows: Sequence[PromptRow], rollout_id: int) -> list[PromptRow]:
+        """Rows whose ids are unique among all requests of the rollout, as they are within one: data may begin again."""
+        known = self._asked.setdefault(rollout_id, [])
+        found = unique_ids([*known, *(row.prompt_id for row in rows)])[len(known) :]
+        known += [row.prompt_id for row in rows]
+        return [dataclasses.replace(row, prompt_id=name) for row, name in zip(rows, found, strict=True)]
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
