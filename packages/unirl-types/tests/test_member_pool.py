@@ -170,3 +170,19 @@ def test_a_push_that_no_member_survives_is_left_to_those_in_their_place():
     assert pool.broadcast("push") == pool.broadcast("more") == []
     pool.heal()
     assert pool.broadcast("next") == [("next", 1), ("next", 2)]
+
+
+def test_dealing_calls_compares_no_member_with_every_running_call():
+    class Compared(FakeMember):
+        num_compared = 0
+
+        def __eq__(self, other):
+            Compared.num_compared += 1
+            return self is other
+
+        def __hash__(self):
+            return self.pid % 1000  # as even as ids of objects
+
+    pool = pool_of(*[Compared(pid) for pid in range(100)])
+    assert len(asked(pool, 400)) == 400
+    assert Compared.num_compared < 400, "100 members times the calls that run would be thousands for each call"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
@@ -153,24 +155,36 @@ class MemberPool(Generic[MemberT]):
         todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
         messages: dict[int, Message] = {}
         running: dict[Future[Any], tuple[int, MemberT]] = {}  # Any: AnswerT
-        finished: list[tuple[int, AnswerT]] = []
+        calls: Counter[MemberT] = Counter()
+        finished: deque[tuple[int, AnswerT]] = deque()
+        # With hundreds of members, asking every running call after each answer would take longer than the calls.
+        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()  # Any: AnswerT, or None of a replacement
+        watched = set[Future[Any]]()  # Any: None
         try:
             while todo or running or finished:
-                self._replace_dead([member for _, member in running.values()])
-                while todo and (member := self._least_busy([each for _, each in running.values()], at_once)):
+                self._replace_dead(calls)
+                while todo and (member := self._least_busy(calls, at_once)):
                     number = todo.popleft()
                     if number not in messages:
                         messages[number] = prepare(number)
-                    running[self._threads.submit(_asked, member, messages[number], read)] = (number, member)
+                    future = self._threads.submit(_asked, member, messages[number], read)
+                    running[future] = (number, member)
+                    calls[member] += 1
+                    future.add_done_callback(ended.put)
+                for future in self._healing.keys() - watched:
+                    watched.add(future)
+                    future.add_done_callback(ended.put)
                 while finished:  # what the caller does with them, it does while the members work
-                    yield finished.pop(0)
+                    yield finished.popleft()
                 if not todo and not running:
                     break  # those who replace the dead are not waited for
-                done, _ = wait([*running, *self._healing], return_when=FIRST_COMPLETED)
-                for future in done & self._healing.keys():
-                    self._healed(future)
-                for future in done & running.keys():
+                for future in _all_of(ended) if running or self._healing else ():
+                    if future in self._healing:
+                        self._healed(future)
+                    if future not in running:
+                        continue
                     number, member = running.pop(future)
+                    calls[member] -= 1
                     try:
                         finished.append((number, future.result()))
                         del messages[number]
@@ -220,18 +234,22 @@ class MemberPool(Generic[MemberT]):
             member.stop()
         self._threads.shutdown(cancel_futures=True)
 
-    def _least_busy(self, busy: Sequence[MemberT], at_once: int) -> MemberT | None:
-        """The living member with the fewest calls, if that is fewer than `at_once`. busy: the member of each call."""
-        calls = {
-            each: busy.count(each) for each in self._members if each.is_alive and each not in self._healing.values()
-        }
-        free = [each for each, num in calls.items() if num < at_once]
-        return min(free, key=calls.__getitem__, default=None)
-
-    def _replace_dead(self, busy: Collection[Member] = ()) -> None:
-        """Begin to replace the dead; not those that are busy, whose answers may still be read."""
+    def _least_busy(self, calls: Mapping[MemberT, int], at_once: int) -> MemberT | None:
+        """The first living member with the fewest calls, if that is fewer than `at_once`. calls: those that run."""
+        healing = set(self._healing.values())
+        found, fewest = None, at_once
         for member in self._members:
-            if not member.is_alive and member not in (*busy, *self._healing.values()):
+            num = calls.get(member, 0)
+            if num < fewest and member.is_alive and member not in healing:
+                if not num:
+                    return member
+                found, fewest = member, num
+        return found
+
+    def _replace_dead(self, calls: Mapping[MemberT, int] = MappingProxyType({})) -> None:
+        """Begin to replace the dead; not those with calls that run, whose answers may still be read."""
+        for member in self._members:
+            if not member.is_alive and not calls.get(member) and member not in self._healing.values():
                 self._report(member, f"{member.name}: {member.death}")  # no call may have met its death
                 self._healing[self._threads.submit(self._replace, member)] = member
 
@@ -265,6 +283,14 @@ class MemberPool(Generic[MemberT]):
         """Wait for a replacement. Raises what it raised."""
         del self._healing[future]
         future.result()
+
+
+def _all_of(ended: queue.SimpleQueue[Future[Any]]) -> list[Future[Any]]:  # Any: as in `MemberPool.answers`
+    """All that have ended; waits for the first."""
+    found = [ended.get()]
+    while not ended.empty():
+        found.append(ended.get())
+    return found
 
 
 def _asked(member: MemberT, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
