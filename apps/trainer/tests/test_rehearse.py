@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -116,6 +117,24 @@ def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() ->
         flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
     assert peaks[0] == peaks[1]
     assert flops[0] == pytest.approx(flops[1] * 7 / 12, rel=0.01)  # 1 .. 6 of 6 steps
+
+
+def test_steps_of_an_unrolled_sampler_that_are_counted_take_what_those_that_run_do() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    num_run = {name: each.pop("num_run") for name, each in found.items()}
+    gathered = {name: each["collectives"].pop("allgather") for name, each in found.items()}
+    assert found["alike"] == found["all"]
+    # In each of two micro-batches of six steps two are counted.
+    assert (num_run["alike"], num_run["all"]) == (8, 12)
+    # Which blocks FSDP fetches ahead depends on the forwards that ran before.
+    assert gathered["alike"] == pytest.approx(gathered["all"], rel=0.06)
 
 
 def test_the_reward_of_long_texts_keeps_its_buffer(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Denoising:
             )
         self._pipeline = pipeline
         self.params = params
-        self._is_checkpointed = is_checkpointed
+        self.is_checkpointed = is_checkpointed
         self._known: dict[tuple[int, ...], Tensor] = {}
         self.track = track
         self.latents = segment.latents.float()
@@ -125,7 +125,7 @@ class Denoising:
         def forward(x_R: Tensor) -> Tensor:
             return self._pipeline.velocity(conditions, x_R, self.sigmas[step_R], step_R, self.params).float()
 
-        if self._is_checkpointed and torch.is_grad_enabled():
+        if self.is_checkpointed and torch.is_grad_enabled():
             return checkpoint(forward, x_R, use_reentrant=False)
         return forward(x_R)
 

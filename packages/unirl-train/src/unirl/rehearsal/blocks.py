@@ -58,7 +58,7 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """A member of a list, with its own forward."""
 
     module: nn.Module
@@ -67,6 +67,8 @@ class _Block:
     """Equal for modules with equal classes and parameters."""
     is_last: bool
     """True for the last one of its likeness, whose backward pass is the first."""
+    is_checkpointed: bool
+    """True if its backward pass begins with its forward, for which it keeps all arguments."""
 
 
 class Blocks:
@@ -81,10 +83,12 @@ class Blocks:
         """Take the place of the blocks' `forward`."""
         with ExitStack() as stack:
             for block in _blocks(modules):
-                stack.enter_context(replaced(block.module, "forward", self._running(block)))
+                stack.enter_context(replaced(block.module, "forward", self.running(block)))
             yield
 
-    def _running(self, block: _Block) -> Callable[..., Value]:
+    def running(self, block: Block) -> Callable[..., Value]:
+        """Its forward, which runs where its costs are not known yet."""
+
         def run(*args: Value, **kwargs: Value) -> Value:
             key = self._key(block, args, kwargs)
             if key is None:
@@ -101,7 +105,7 @@ class Blocks:
 
         return run
 
-    def _recorded(self, key: Value, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def _recorded(self, key: Value, block: Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         """Run a block and note what it does."""
         ledger = self._repeats.mode.ledger
         if not torch.is_grad_enabled():
@@ -127,7 +131,7 @@ class Blocks:
         made = {_storage(each): each for each in tree_leaves(out) if isinstance(each, Tensor)}
         made_bytes = sum(each.untyped_storage().nbytes() for name, each in made.items() if name not in given)
         # A checkpoint keeps all arguments, and not by way of hooks.
-        kept = [place for place in _tensors(flat) if is_checkpointed(block.forward) or _storage(flat[place]) in saved]
+        kept = [place for place in _tensors(flat) if block.is_checkpointed or _storage(flat[place]) in saved]
         record = _Record(cost, ledger.device_bytes - before - made_bytes, tuple(kept), _results(out, flat))
         self._records[key] = timed.record = record
         for each in tree_leaves(out):
@@ -135,7 +139,7 @@ class Blocks:
                 each.grad_fn.register_prehook(lambda _: timed.begin())  # after hooks of the tensor, such as FSDP's
         return out
 
-    def _stand_in(self, key: Value, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
+    def _stand_in(self, key: Value, block: Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value:
         """Results with a graph to the block's inputs and parameters."""
         record = self._records[key]
         flat, _ = tree_flatten((args, kwargs))
@@ -150,7 +154,7 @@ class Blocks:
         found = [next(results) if isinstance(shape, Shape) else shape for shape in shapes]
         return tree_unflatten([flat[each.place] if isinstance(each, _Given) else each for each in found], spec)
 
-    def _key(self, block: _Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
+    def _key(self, block: Block, args: tuple[Value, ...], kwargs: dict[str, Value]) -> Value | None:
         """What a block's cost depends on; None if it must run: within a checkpoint, whose recomputation keeps the same
         tensors, for arguments that it may change, and where nothing says when its backward pass ends."""
         if _top_saved_tensors_default_hooks(True) is not None:
@@ -164,7 +168,7 @@ class Blocks:
         return block.likeness, parts, circumstances()
 
 
-def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
+def _blocks(modules: Iterable[nn.Module]) -> Iterator[Block]:
     """Members of lists of modules that are like at least two others of theirs and hold no units of FSDP inside."""
     for root in modules:
         for several in root.modules():
@@ -180,7 +184,7 @@ def _blocks(modules: Iterable[nn.Module]) -> Iterator[_Block]:
                 # What leaves for the host leaves by the order in which blocks run.
                 is_repeated = len(group) >= FEWEST and not is_offloaded(group[0].forward)
                 for member in group if is_repeated else ():
-                    yield _Block(member, member.forward, likeness, group[-1] is member)
+                    yield Block(member, member.forward, likeness, group[-1] is member, is_checkpointed(member.forward))
 
 
 def _likeness(module: nn.Module) -> Value:

@@ -101,6 +101,10 @@ class Rehearsal(TorchDispatchMode):
         """Calls of this phase, to add to."""
         return self.counts.operators.setdefault(self.phase, Counter())
 
+    def known_values(self, tensor: Tensor) -> Tensor | None:
+        """The values of a small tensor of the device, which this does not count as a read; None if it has none."""
+        return self._values.get(tensor)
+
     # What torch calls ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(

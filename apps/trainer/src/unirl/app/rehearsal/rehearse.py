@@ -39,6 +39,7 @@ from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
 from unirl.rehearsal.operators import Call, summed, total_flops
 from unirl.rehearsal.repeats import Repeats, replaced
+from unirl.rehearsal.steps import steps_alike
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.shards import local_part
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
@@ -192,11 +193,13 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         pipelines = _pipelines(share.run, runtime)
         everything = [module for bundle in bundles.values() for module in _all_modules(bundle)]
         repeats = Repeats(mode)
+        blocks = Blocks(repeats)
         with (
             repeats.active(modules, _algorithms(share.run, runtime)),
             longest_texts(pipelines, repeats),
             _noted_updates(backends, repeats),
-            Blocks(repeats).active(everything),
+            blocks.active(everything),
+            steps_alike(mode, blocks),
         ):
             first = trainer.collector.collect(0).resp
             sample_bytes = _labelled(mode, first) / first.meta.batch_size
