@@ -1,0 +1,618 @@
+"""What the driver does at 64, 256 and 1,024 GPUs, by the real code on virtual time.
+
+    uv run python apps/trainer/bench/driver_scale.py [--gpus 64 256 1024] [--rollouts 12] [--threads] [--profile 1024]
+
+The real data source, collector, slots, asynchronous loop, learner, served pool and groups of workers. Half of the GPUs
+are members of a served pool of engines, a quarter score, a quarter train; each is an object of this process that takes
+a drawn time: log-normal, 100 s on average for a call of an engine (one prompt, 8 samples), 80 s for a worker's share of
+a request's rewards, 300 s for training. A rollout has four prompts for each engine, in two requests, and is trained on
+with weights at most two versions newer. Time is virtual (`virtual_time`): hours pass in the seconds that the driver
+computes.
+
+Driver CPU seconds are those of the process without those in which a worker stood for another process. What crosses
+between driver and worker is pickled on one side and read on the other, as a process would; what Ray adds to each call
+is not included. `--threads` runs the same with ordinary threads and no waiting, to
+compare CPU seconds; `--profile N` lists functions by the time that they take at N GPUs.
+"""
+
+# ruff: noqa: INP001, T201, S301 - a script, no package; pickles of this process
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import functools
+import itertools
+import json
+import logging
+import math
+import pickle
+import pstats
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from virtual_time import VirtualThreads
+
+from unirl.algorithms.advantages import AdvantageConfig
+from unirl.data.data_source import MultimodalRLDataSource
+from unirl.distributed.dispatch import HeldKey
+from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.groups import WorkerGroups
+from unirl.distributed.held import Held
+from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.shelf import Shelf
+from unirl.distributed.runtime import Runtime
+from unirl.distributed.tensor.transport import outgoing
+from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, WorkerContext
+from unirl.train.stack import TrainStepResult
+from unirl.trainer.build.assembly import assemble
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.order import REQUESTS, OrderLog
+from unirl.trainer.settings import TrainerSettings
+from unirl.trainer.text import TextModality
+from unirl.types.conditions import PromptCondition
+from unirl.types.copies import Copies
+from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
+
+REPEATS = 8
+PROMPTS_PER_ENGINE, REQUESTS_PER_ROLLOUT, MAX_STALENESS = 4, 2, 2
+PUSH_S = 10.0
+WARMUP = 3
+"""Rollouts before the engine is as far ahead as it may be. They are not in the figures, nor are the last ones, before
+which the engine has no more to do."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Log-normal seconds of a call."""
+
+    mean_s: float
+    spread: float
+    """Sigma of the logarithm."""
+
+    def drawn(self, draw: random.Random) -> float:
+        """One."""
+        return self.mean_s * draw.lognormvariate(-(self.spread**2) / 2, self.spread)
+
+
+LATENCIES = {"generate": Latency(100.0, 0.5), "score_track": Latency(80.0, 0.25), "train": Latency(300.0, 0.1)}
+
+
+@dataclass
+class Wire:
+    """What passes between the driver and its workers. A worker's CPU seconds are kept apart from the driver's.
+
+    sleep: waits for the workers. seen: called with each value that the driver sends or gets.
+    """
+
+    sleep: Callable[[float], None] = lambda seconds: None
+    seen: Callable[[Any], None] = lambda value: None
+    calls_by_method: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    workers_cpu_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of all workers together by method."""
+    num_in_flight: int = 0
+    most_in_flight: int = 0
+
+    def ask(self, what: str, message: Any, answer: Callable[[Any], Any], takes_s: float | None = None) -> Any:
+        """The answer of one worker. takes_s: how long; None: no time, and somebody else waits for it."""
+        self.seen(message)
+        sent = pickle.dumps(message, protocol=5)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        if takes_s is not None:
+            self.busy_s[what] = self.busy_s.get(what, 0.0) + takes_s
+            self.sleep(takes_s)
+        begun = time.thread_time()
+        got = pickle.dumps(outgoing(answer(pickle.loads(sent))), protocol=5)
+        self.workers_cpu_s += time.thread_time() - begun
+        self.num_in_flight -= 1
+        self.calls_by_method[what] += 1
+        self.num_bytes += len(sent) + len(got)
+        found = pickle.loads(got)
+        self.seen(found)
+        return found
+
+
+# The object store -----------------------------------------------------------------------------------------------------
+
+OBJECTS: dict[int, RolloutResp] = {}
+_NUMBERS = itertools.count()
+
+
+class Reference:
+    """An object of the store, which is forgotten with it."""
+
+    def __init__(self, value: RolloutResp) -> None:
+        self.number = next(_NUMBERS)
+        OBJECTS[self.number] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SentReference, (self.number,))
+
+    def __del__(self) -> None:
+        OBJECTS.pop(self.number, None)
+
+
+@dataclass(frozen=True)
+class SentReference:
+    """A reference as a worker gets it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some samples of objects. Implements Openable."""
+
+    pieces: tuple[tuple[Any, tuple[int, ...]], ...]
+
+    def opened(self, kept: dict[str, Any]) -> RolloutResp:
+        """The samples."""
+        return RolloutResp.concat([OBJECTS[reference.number].select(rows) for reference, rows in self.pieces])
+
+
+class Store:
+    """Implements unirl.distributed.pools.shelf.Store."""
+
+    def put(self, value: RolloutResp) -> Reference:
+        return Reference(value)
+
+    def get(self, stored: Any) -> RolloutResp:
+        return stored.opened({}) if isinstance(stored, Rows) else OBJECTS[stored.number]
+
+    def rows(self, stored: Any, rows: Sequence[int]) -> Rows:
+        if not isinstance(stored, Rows):
+            return Rows(((stored, tuple(rows)),))
+        ((reference, own),) = stored.pieces
+        return Rows(((reference, tuple(own[row] for row in rows)),))
+
+    def joined(self, picked: Sequence[Any]) -> Rows:
+        return Rows(tuple(piece for each in picked for piece in each.pieces))
+
+
+# Workers --------------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Makes samples of a few tokens."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def check_prompts(self, req: RolloutReq) -> None:
+        """All are welcome."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def load(self, version: int) -> None:
+        """Take new weights."""
+        self.version = version
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+        """One per row."""
+        lengths = [1 + hash(name) % 7 for name in req.sample_ids]
+        track = req.make_root_track(
+            conditions={"prompt": PromptCondition.pack(tokens=[torch.zeros(2, dtype=torch.long)] * req.batch_size)},
+            segment=TextSegment.pack(tokens=[torch.zeros(length, dtype=torch.long) for length in lengths]),
+            decoded=None,
+        )
+        versions = torch.full((req.batch_size,), self.version)
+        counts = {"tokens": torch.tensor(lengths, dtype=torch.float32)}
+        return RolloutResp(tracks={"text": track.replace(policy_versions=versions, counts=counts)})
+
+
+class Reward:
+    """Scores by the id."""
+
+    @distributed(Dispatch.DP_SCATTER, Collect.ALL)
+    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+        """A number per sample."""
+        own = resp.tracks[track]
+        rewards = torch.tensor([float(hash(name) % 100) for name in own.sample_ids])
+        resp.tracks[track] = own.replace(rewards=rewards, reward_errors=[None] * own.batch_size)
+        return {}
+
+
+class Stack:
+    """Trains nothing."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def trained_tracks(self) -> list[str]:
+        """The only one."""
+        return ["text"]
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def rollout_policy(self) -> None:
+        """The policy that trains."""
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def old_logp(self) -> None:
+        """None are needed."""
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def samples_per_unit(self) -> int:
+        """Each alone."""
+        return 1
+
+    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
+    def state_dict(self) -> dict[str, float]:
+        """There is none."""
+        return {}
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
+        """Take the time."""
+        return TrainStepResult({})
+
+
+class NoCheckpoints:
+    """Keeps nothing."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def remove_unfinished(self) -> None:
+        """There are none."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:
+        """Forget it."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Member:
+    """A worker of the served pool. Implements WorkerMember."""
+
+    is_alive, death = True, ""
+
+    def __init__(self, number: int, wire: Wire) -> None:
+        self.pid, self.name = number, f"engine {number}"
+        self._wire, self._draw = wire, random.Random(number)  # noqa: S311 - a simulation
+        self._worker = Worker(lambda context: {"engine": Engine()}, WorkerContext(0, 1, "cpu"))
+
+    def ready(self) -> Mapping[str, ComponentInfo]:
+        return self.infos()
+
+    def infos(self) -> Mapping[str, ComponentInfo]:
+        return self._worker.component_infos()
+
+    def take_busy_s(self) -> float:
+        return 0.0
+
+    def remote_role(self, name: str) -> RemoteRole:
+        raise NotImplementedError
+
+    def call(self, message: Ask | str) -> Any:
+        if isinstance(message, str):
+            return self._wire.ask(message, message, lambda method: getattr(self._worker, method)())
+        takes_s = LATENCIES[message.method].drawn(self._draw) if message.method in LATENCIES else PUSH_S
+        made: list[RolloutResp] = []
+
+        def answer(ask: Ask) -> Any:
+            result = self._worker.invoke(ask.role, ask.method, ask.args, dict(ask.kwargs), None)
+            if not ask.is_stored:
+                return result
+            made.append(result)
+            return result.metadata_only()
+
+        found = self._wire.ask(message.method, message, answer, takes_s)
+        return (found, Reference(made[0])) if message.is_stored else found
+
+    def post(self, message: Ask) -> None:
+        self.call(message)
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+
+class Fleet(Runtime):
+    """An even group of workers, one per device, which take as long as the slowest."""
+
+    def __init__(self, builder: Builder, num_workers: int, wire: Wire) -> None:
+        super().__init__()
+        self._wire, self._draw = wire, random.Random(num_workers)  # noqa: S311 - a simulation
+        self._workers = [Worker(builder, WorkerContext(rank, num_workers, "cpu")) for rank in range(num_workers)]
+        self._shelf = Shelf(Store())
+
+    def _infos(self) -> Mapping[str, ComponentInfo]:
+        return self._workers[0].component_infos()
+
+    def _places(self) -> Sequence[MeshPlace]:
+        size = len(self._workers)
+        return [MeshPlace(dp_rank=rank, dp_size=size) for rank in range(size)]
+
+    def _invoke_all(self, calls: list[tuple[int, str, tuple[Any, ...]]]) -> list[Any]:
+        if latency := LATENCIES.get(calls[0][2][1]) if calls[0][1] == "invoke" else None:
+            name = calls[0][2][1]
+            # Ranks that train wait for each other in every collective, so that they take equally long.
+            common_s = latency.drawn(self._draw)
+            taken = [common_s if name == "train" else latency.drawn(self._draw) for _ in calls]
+            self._wire.busy_s[name] = self._wire.busy_s.get(name, 0.0) + sum(taken)
+            self._wire.sleep(max(taken))
+        return [self._ask(rank, method, args) for rank, method, args in calls]
+
+    def _ask(self, rank: int, method: str, args: tuple[Any, ...]) -> Any:
+        def answer(own: tuple[Any, ...]) -> Any:
+            return getattr(self._workers[rank], method)(*own)
+
+        return self._wire.ask(method, outgoing(args), answer)
+
+    def _pick(self, calls: list[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
+        found: list[Any] = []
+        for rank, key, rows in calls:
+            kept: list[RolloutResp] = []
+            worker = self._workers[rank]
+            self._wire.ask("pick", (key, rows), lambda args, own=kept, worker=worker: own.append(worker.pick(*args)))
+            found.append(Rows(((Reference(kept[0]), tuple(range(len(rows)))),)))
+        return found
+
+    def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
+        def assembled(worker: Worker, args: Any) -> RolloutResp:
+            own, arrived = args
+            opened = [value.opened({}) if isinstance(value, Openable) else value for value in arrived]
+            return worker.assemble(*own, opened)
+
+        return [
+            self._wire.ask("assemble", (args, arrived), functools.partial(assembled, self._workers[rank]))
+            for rank, args, arrived in calls
+        ]
+
+    def landed(self, held: Held) -> Held:
+        whole = [(shard, held.key, tuple(range(meta.batch_size))) for shard, meta in enumerate(held.metas)]
+        return self._shelf.landing(held, self.pick_rows(whole))
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+class Sync:
+    """Has every engine load the present version."""
+
+    def __init__(self, pool: ServedPool) -> None:
+        self._engine = pool.role("engine")
+        self._version = 0
+
+    def prepare(self) -> None:
+        """Nothing to wait for."""
+
+    def push(self, policy: Copies = None) -> dict[str, float]:
+        """Count on, and tell all."""
+        self._engine.load(self._version)
+        self._version += 1
+        return {}
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a cluster: engines : reward : train = 2 : 1 : 1."""
+
+    num_gpus: int
+
+    @property
+    def num_engines(self) -> int:
+        """Members of the served pool."""
+        return self.num_gpus // 2
+
+    @property
+    def num_even(self) -> int:
+        """Workers that score, and as many that train."""
+        return self.num_gpus // 4
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts per rollout."""
+        return PROMPTS_PER_ENGINE * self.num_engines
+
+
+class Steps:
+    """A tracker that reads the counters of the wire at every step."""
+
+    def __init__(self, wire: Wire, now: Callable[[], float]) -> None:
+        self._wire, self._now = wire, now
+        self._last = self._read()
+        self.steps: list[dict[str, float]] = []
+
+    def _read(self) -> dict[str, float]:
+        wire = self._wire
+        cpu_s = time.process_time() - wire.workers_cpu_s
+        counted = {
+            "cpu_s": cpu_s,
+            "calls": float(wire.calls_by_method.total()),
+            "bytes": float(wire.num_bytes),
+            "s": self._now(),
+        }
+        return counted | {f"busy/{name}": seconds for name, seconds in wire.busy_s.items()}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the metrics with what was counted since the last step."""
+        read = self._read()
+        own = {name: value - self._last.get(name, 0.0) for name, value in read.items()}
+        self.steps.append({**metrics, **own, "most_in_flight": float(self._wire.most_in_flight)})
+        self._last = read
+        self._wire.most_in_flight = 0
+
+    def alert(self, name: str, text: str, step: int) -> None:
+        """There are none."""
+
+    def ignored(self, *args: Any, **options: Any) -> None:
+        """Nothing to show."""
+
+    start = image = video = sound = table = finish = close = ignored
+
+
+def steps_of(sizes: Sizes, num_rollouts: int, wire: Wire, now: Callable[[], float]) -> list[dict[str, float]]:
+    """A whole run of the asynchronous loop; the metrics and counts of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        rows = [
+            {"prompt": f"a question {n} of an ordinary length", "prompt_id": f"p{n}"}
+            for n in range(4 * sizes.batch_size)
+        ]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        members = [Member(number, wire) for number in range(sizes.num_engines)]
+        pool = ServedPool("engines", members.__getitem__, len(members), Store(), num_devices=len(members))
+        reward = Fleet(lambda context: {"reward": Reward()}, sizes.num_even, wire)
+        train = Fleet(lambda context: {"stack": Stack(), "checkpointer": NoCheckpoints()}, sizes.num_even, wire)
+        groups = WorkerGroups(
+            train,
+            {"engine": pool, "reward": reward},
+            led={"sync": (sync := Sync(pool))},
+            pools={"train": train, "engine": pool, "reward": reward},
+        )
+        tracker = Steps(wire, now)
+        with groups as runtime:
+            assemble(
+                runtime,
+                TrainerSettings(recipe="scale", seed=0, batch_size=sizes.batch_size, num_rollouts=num_rollouts),
+                modality=TextModality(),
+                data=MultimodalRLDataSource(str(prompts)),
+                sampling=ARSamplingParams(samples_per_prompt=REPEATS, temperature=1.0),
+                advantages=AdvantageConfig(),
+                evaluator=None,
+                guardrails=functools.partial(Guardrails, GuardrailConfig(action="off")),
+                trackers=[tracker],
+                run_dir=Path(folder),
+                config={"recipe": "scale"},
+                stop=threading.Event(),
+                sync=sync,
+                collects_ahead=True,
+                max_staleness=MAX_STALENESS,
+                loop=functools.partial(
+                    AsyncTrainer,
+                    max_staleness=MAX_STALENESS,
+                    groups_per_request=sizes.batch_size // REQUESTS_PER_ROLLOUT,
+                    log=OrderLog(Path(folder) / REQUESTS),
+                ),
+            ).run()
+        return tracker.steps
+
+
+def simulated(num_gpus: int, num_rollouts: int) -> list[dict[str, float]]:
+    """A run on virtual time."""
+    threads = VirtualThreads()
+    with threads.running():
+        return steps_of(Sizes(num_gpus), num_rollouts, Wire(threads.sleep), lambda: threads.now_s)
+
+
+HEAD = {
+    "GPUs": "",
+    "prompts": "",
+    "step": "s",
+    "driver CPU": "s",
+    "share": "%",
+    "calls": "",
+    "through the driver": "MB",
+    "most in flight": "",
+    "requests waiting": "",
+    "lag newest": "",
+    "lag oldest": "",
+    "engines busy": "%",
+    "rewards busy": "%",
+    "train busy": "%",
+}
+
+
+def row(num_gpus: int, steps: Sequence[Mapping[str, float]]) -> list[str]:
+    """A line of the table: means over the steps."""
+    sizes, count = Sizes(num_gpus), len(steps)
+    mean = {name: sum(step.get(name, 0.0) for step in steps) / count for name in steps[-1]}
+    busy = [
+        mean[f"busy/{name}"] / mean["s"] / workers if mean["s"] else math.nan
+        for name, workers in (
+            ("generate", sizes.num_engines),
+            ("score_track", sizes.num_even),
+            ("train", sizes.num_even),
+        )
+    ]
+    share = mean["cpu_s"] / mean["s"] if mean["s"] else math.nan
+    return [
+        f"{num_gpus:,}",
+        f"{sizes.batch_size:,}",
+        f"{mean['s']:.0f}",
+        f"{mean['cpu_s']:.2f}",
+        f"{100 * share:.2f}",
+        f"{mean['calls']:,.0f}",
+        f"{mean['bytes'] / 1e6:.1f}",
+        f"{max(step['most_in_flight'] for step in steps):.0f}",
+        f"{mean['schedule/requests_waiting']:.1f}",
+        f"{mean['schedule/lag/newest']:.1f}",
+        f"{mean['schedule/lag/oldest']:.1f}",
+        *(f"{100 * part:.0f}" for part in busy),
+    ]
+
+
+def main() -> None:
+    """Run every size, then write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rollouts", type=int, default=12)
+    parser.add_argument("--threads", action="store_true", help="ordinary threads, and workers that take no time")
+    parser.add_argument("--profile", type=int, metavar="N", help="list what takes the driver's time at N GPUs")
+    given = parser.parse_args()
+    logging.getLogger("unirl").setLevel(logging.ERROR)  # steps of minutes are what a warning of long waits is about
+    if given.profile is not None:
+        profiled(given.profile, given.rollouts)
+        return
+    print("| " + " | ".join(f"{name}, {unit}" if unit else name for name, unit in HEAD.items()) + " |")
+    print("|---" * len(HEAD) + "|")
+    for num_gpus in given.gpus:
+        if given.threads:
+            steps = steps_of(Sizes(num_gpus), given.rollouts, Wire(), lambda: 0.0)
+        else:
+            steps = simulated(num_gpus, given.rollouts)
+        print("| " + " | ".join(row(num_gpus, steps[WARMUP:-MAX_STALENESS])) + " |", flush=True)
+
+
+def profiled(num_gpus: int, num_rollouts: int) -> None:
+    """Functions of the threads of engine, reward and training by the CPU seconds in which they ran."""
+    profiles: list[cProfile.Profile] = []
+    plain = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name.startswith("unirl-member"):
+            plain(thread)  # hundreds, which would only be slower
+            return
+        own = cProfile.Profile(time.thread_time)
+        profiles.append(own)
+        with own:
+            plain(thread)
+
+    own = cProfile.Profile(time.thread_time)
+    with mock.patch.object(threading.Thread, "run", run), own:
+        simulated(num_gpus, num_rollouts)
+    found = pstats.Stats(own)
+    for each in profiles:
+        with contextlib.suppress(TypeError):  # a thread that did nothing
+            found.add(each)
+    found.sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
