@@ -235,7 +235,10 @@ class _Estimate:
         if not self.run.engine.get("decode", True):
             return 0.0
         span = self.bundle.get("vae_tile_frames") or self.frames
-        return self._decoding(self.sizes.decode_kb * (min(span, self.frames) if self.sizes.decodes_at_once else 1))
+        frames, short = min(span, self.frames), self.sizes.decode_short_kb
+        if short is not None and frames <= 1 + self.sizes.frame_factor:
+            return self._decoding(short)
+        return self._decoding(self.sizes.decode_kb * (frames if self.sizes.decodes_at_once else 1))
 
     def _decoding(self, kilobytes: float) -> float:
         """A tile takes memory for its pixels; in addition the media are there, in parts and joined."""
@@ -255,6 +258,8 @@ class _Estimate:
         together = micro if has_reward and self.algorithm.ability("trained_rows") is None else rows
         row = self.sizes.width * self._compute_bytes * self.tokens * self.num_branches
         how, kept = self.fsdp.get("activation_checkpointing"), self.sizes.kept_per_token
+        if self.fsdp.get("activation_offload") and not how and not self.algorithm.get("is_checkpointed"):
+            return {"activations": self.sizes.most_offloaded * rows * row}
         num = 2 if self.fsdp.get("activation_offload") else self.sizes.blocks
         if how == "selective" and not self.algorithm.get("is_checkpointed"):
             parts = {"activations": (PRODUCTS * num * kept * rows + kept * together) * row}
@@ -266,7 +271,11 @@ class _Estimate:
             if self.sizes.decode_gradient_kb is None:
                 raise ConfigError("what decoding with a gradient takes in this model's VAE is not counted.")
             samples = max(1, rows // self.num_steps())
-            parts["decoder with gradient"] = samples * self.sizes.decode_gradient_kb * 1e3 * self.pixels
+            decoder = {"decoder with gradient": samples * self.sizes.decode_gradient_kb * 1e3 * self.pixels}
+            if not self.algorithm.get("is_checkpointed"):
+                return {**parts, **decoder}
+            # Velocities are recomputed after the decoder's backward pass.
+            return max(parts, decoder, key=lambda each: sum(each.values()))
         return parts
 
     @property

@@ -38,12 +38,17 @@ class Released:
     decode_kb: float
     """Most kilobytes that decoding one sample holds, per pixel of a frame; of a video whose VAE decodes at once, per
     pixel of every frame."""
+    decode_short_kb: float | None = None
+    """The same of at most two latent frames, where it is less: the caches of a causal VAE are not full then."""
     decodes_at_once: bool = False
     """True if the VAE holds all frames of a video, or of a span of it, while it decodes."""
     decode_gradient_kb: float | None = None
     """The same with what a gradient to the latents needs; None if it is not known."""
     kept_per_token: int = 22
     """Tensors of a token's width that the backward pass of a block keeps, the mean of its blocks."""
+    offloaded_per_token: int | None = None
+    """Tensors of a token's width that training holds at once where what blocks keep rests in host memory, as a
+    rehearsal counts it; None for three times what one block keeps: two blocks, and the gradients of one."""
     held_per_token: int = 16
     """Tensors of a token's width that a block holds at once without gradient: 11 to 16 in the blocks that were counted,
     more where each token goes to several experts."""
@@ -53,6 +58,11 @@ class Released:
     """Billions of frozen parameters beside (image encoders), in the dtype of what trains."""
     experts: int = 1
     """Transformers that rows are routed to."""
+
+    @property
+    def most_offloaded(self) -> int:
+        """`offloaded_per_token`, or what stands for it."""
+        return 3 * self.kept_per_token if self.offloaded_per_token is None else self.offloaded_per_token
 
 
 IMAGE_VAE: dict[str, Any] = {"vae": 0.084, "decode_kb": 3.1, "decode_gradient_kb": 23.7, "pixels_per_token": 16}

@@ -12,10 +12,11 @@ _WAN: dict[str, Any] = {
     "text_tokens": 512,
     "text_width": 4096,
     "decode_kb": 20.0,
+    "decode_short_kb": 18.3,
     "kept_per_token": 34,
 }
 _WAN_14B: dict[str, Any] = {**_WAN, "width": 5120, "blocks": 40}
-_WAN_TI2V: dict[str, Any] = {**_WAN, "vae": 0.705, "pixels_per_token": 32, "decode_kb": 22.0}
+_WAN_TI2V: dict[str, Any] = {**_WAN, "vae": 0.705, "pixels_per_token": 32, "decode_kb": 22.0, "decode_short_kb": None}
 
 RELEASED = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Released(trained=1.42, width=1536, blocks=30, **_WAN),
