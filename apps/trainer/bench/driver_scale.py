@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,13 @@ LATENCIES = {"generate": Latency(100.0, 0.5), "score_track": Latency(80.0, 0.25)
 class Wire:
     """What passes between the driver and its workers. A worker's CPU seconds are kept apart from the driver's.
 
-    sleep: waits for the workers. seen: called with each value that the driver sends or gets.
+    sleep: waits for the workers. seen: called with each value that the driver sends or gets. aside: entered while a
+    worker computes.
     """
 
     sleep: Callable[[float], None] = lambda seconds: None
     seen: Callable[[Any], None] = lambda value: None
+    aside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     calls_by_method: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     workers_cpu_s: float = 0.0
@@ -109,7 +111,7 @@ class Wire:
     most_in_flight: int = 0
 
     def ask(self, what: str, message: Any, answer: Callable[[Any], Any], takes_s: float | None = None) -> Any:
-        """The answer of one worker. takes_s: how long; None: no time, and somebody else waits for it."""
+        """The answer of one worker. takes_s: how long; None: no time, or the caller waits for it."""
         self.seen(message)
         sent = pickle.dumps(message, protocol=5)
         self.num_in_flight += 1
@@ -117,9 +119,10 @@ class Wire:
         if takes_s is not None:
             self.busy_s[what] = self.busy_s.get(what, 0.0) + takes_s
             self.sleep(takes_s)
-        begun = time.thread_time()
-        got = pickle.dumps(outgoing(answer(pickle.loads(sent))), protocol=5)
-        self.workers_cpu_s += time.thread_time() - begun
+        with self.aside():
+            begun = time.thread_time()
+            got = pickle.dumps(outgoing(answer(pickle.loads(sent))), protocol=5)
+            self.workers_cpu_s += time.thread_time() - begun
         self.num_in_flight -= 1
         self.calls_by_method[what] += 1
         self.num_bytes += len(sent) + len(got)
@@ -411,7 +414,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a cluster: engines : reward : train = 2 : 1 : 1."""
+    """Workers of a cluster, engines : reward : train = 2 : 1 : 1, and what they are given."""
 
     num_gpus: int
 
@@ -514,11 +517,11 @@ def steps_of(sizes: Sizes, num_rollouts: int, wire: Wire, now: Callable[[], floa
         return tracker.steps
 
 
-def simulated(num_gpus: int, num_rollouts: int) -> list[dict[str, float]]:
-    """A run on virtual time."""
+def simulated(num_gpus: int, num_rollouts: int, **options: Any) -> list[dict[str, float]]:
+    """A run on virtual time. options: of the wire."""
     threads = VirtualThreads()
     with threads.running():
-        return steps_of(Sizes(num_gpus), num_rollouts, Wire(threads.sleep), lambda: threads.now_s)
+        return steps_of(Sizes(num_gpus), num_rollouts, Wire(threads.sleep, **options), lambda: threads.now_s)
 
 
 HEAD = {
@@ -591,27 +594,40 @@ def main() -> None:
 
 
 def profiled(num_gpus: int, num_rollouts: int) -> None:
-    """Functions of the threads of engine, reward and training by the CPU seconds in which they ran."""
-    profiles: list[cProfile.Profile] = []
+    """Functions of the threads of engine, reward and training by the CPU seconds in which they ran, without those in
+    which they stood for a worker."""
+    profiles: dict[int, cProfile.Profile] = {}
     plain = threading.Thread.run
 
+    @contextlib.contextmanager
+    def profiling() -> Generator[None]:
+        own = profiles[threading.get_ident()] = cProfile.Profile(time.thread_time)
+        own.enable()
+        yield
+        own.disable()
+
+    @contextlib.contextmanager
+    def aside() -> Generator[None]:
+        own = profiles.get(threading.get_ident())
+        if own is not None:
+            own.disable()
+        yield
+        if own is not None:
+            own.enable()
+
     def run(thread: threading.Thread) -> None:
-        if thread.name.startswith("unirl-member"):
-            plain(thread)  # hundreds, which would only be slower
-            return
-        own = cProfile.Profile(time.thread_time)
-        profiles.append(own)
-        with own:
+        is_member = thread.name.startswith("unirl-member")  # of hundreds, which would only be slower
+        with contextlib.nullcontext() if is_member else profiling():
             plain(thread)
 
-    own = cProfile.Profile(time.thread_time)
-    with mock.patch.object(threading.Thread, "run", run), own:
-        simulated(num_gpus, num_rollouts)
-    found = pstats.Stats(own)
-    for each in profiles:
-        with contextlib.suppress(TypeError):  # a thread that did nothing
-            found.add(each)
+    with mock.patch.object(threading.Thread, "run", run), profiling():
+        simulated(num_gpus, num_rollouts, aside=aside)
+    main, *others = profiles.values()
+    found = pstats.Stats(main)
+    for each in others:
+        found.add(each)
     found.sort_stats("tottime").print_stats(25)
+    found.sort_stats("cumtime").print_stats("unirl", 40)
 
 
 if __name__ == "__main__":
