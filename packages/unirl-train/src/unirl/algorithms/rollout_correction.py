@@ -153,8 +153,8 @@ def report_second_moment(metrics: RowMetrics, gap_M: Tensor, weight_M: Tensor, i
     that it judged, before and after."""
     moment_M, is_kept_M = gap_M.square(), weight_M != 0
     metrics.mean("mismatch/m2/masked_fraction", is_masked_M.float())
-    for name, chosen_M in (("before", is_kept_M | is_masked_M), ("after", is_kept_M)):
-        metrics.mean(f"mismatch/m2/{name}", moment_M[chosen_M])
+    metrics.mean("mismatch/m2/before", moment_M[is_kept_M | is_masked_M])
+    metrics.mean("mismatch/m2/after", moment_M[is_kept_M])
 
 
 def report_correction(metrics: RowMetrics, weight_M: Tensor) -> None:
