@@ -74,8 +74,10 @@ def verdict(found: Rehearsed, limit: float) -> tuple[bool, list[str]]:
 
 
 def _knob(phase: str, category: str) -> str:
-    found = knobs_of(phase, category)
-    return f": {', or '.join(knob.says for knob in found)}" if found else ""
+    found = [knob.says for knob in knobs_of(phase, category)]
+    if len(found) < 2:
+        return f": {found[0]}" if found else ""
+    return f": {', '.join(found[:-1])}, or {found[-1]}"
 
 
 def size_text(num_bytes: float) -> str:
