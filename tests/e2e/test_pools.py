@@ -72,15 +72,8 @@ def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_w
     apart = on_two_nodes(scheduled(recipe), tmp_path / "apart")
     own = {step: comparable(metrics) for step, metrics in together.items()}
     # A gap is measured by a replay, whose rows are other than a rollout's: products may take other kernels.
-    of_machine = (
-        "sync/seconds",
-        "utilisation",
-        "sync/logprob_gap_max",
-        "sync/logprob_gap_mean",
-        "idle_s",
-        "concurrency",
-    )
-    of_machine += ("schedule/requests_waiting",)
+    of_machine = ("sync/seconds", "utilisation", "sync/logprob_gap_max", "sync/logprob_gap_mean")
+    of_machine += ("schedule/requests_waiting", "schedule/concurrency", "schedule/wall_s", "idle_s")
     for step, metrics in own.items():
         found = apart[str(step)]
         assert set(found) == set(metrics)
