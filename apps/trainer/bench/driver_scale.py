@@ -385,8 +385,7 @@ class Fleet(Runtime):
         ]
 
     def landed(self, held: Held) -> Held:
-        whole = [(shard, held.key, tuple(range(meta.batch_size))) for shard, meta in enumerate(held.metas)]
-        return self._shelf.landing(held, self.pick_rows(whole))
+        return self._shelf.landing(held)
 
     def close(self) -> None:
         self._is_closed = True

@@ -244,8 +244,7 @@ class RayRuntime(Runtime):
     def landed(self, held: Held) -> Held:
         """See Runtime: as objects of the driver, which other workers fetch while these ones work. Needs Ray's objects
         as the plane."""
-        whole = [(shard, held.key, tuple(range(meta.batch_size))) for shard, meta in enumerate(held.metas)]
-        return self._shelf.landing(held, self.pick_rows(whole))
+        return self._shelf.landing(held)
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
         self._require_open()

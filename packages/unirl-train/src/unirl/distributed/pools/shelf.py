@@ -44,9 +44,10 @@ class Shelf:
         """Keep a value that the store already has."""
         self._stored[key] = pieces
 
-    def landing(self, held: Held, pieces: list[Any]) -> Held:  # Any: the store's own
-        """A value that workers held, of which the store has the pieces; the workers forget it."""
-        self.keep(held.key, pieces)
+    def landing(self, held: Held) -> Held:
+        """A value that workers hold, as rows of which their runtime gives references of this store; they forget it."""
+        whole = [(shard, held.key, tuple(range(meta.batch_size))) for shard, meta in enumerate(held.metas)]
+        self.keep(held.key, held.runtime.pick_rows(whole))
         held.release()
         landed = Held(self, held.key, list(held.metas))
         landed.is_landed = True
