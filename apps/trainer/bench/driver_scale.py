@@ -40,6 +40,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from idle_roles import IdleStack, NoCheckpoints
 from virtual_time import VirtualThreads
 
 from unirl.algorithms.advantages import AdvantageConfig
@@ -62,6 +63,7 @@ from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality
 from unirl.types.conditions import PromptCondition
 from unirl.types.copies import Copies
+from unirl.types.errors import ContractError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
@@ -232,56 +234,18 @@ class Reward:
         return {}
 
 
-class Stack:
+class Stack(IdleStack):
     """Trains nothing."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def prepare(self) -> None:
-        """Nothing to prepare."""
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def trained_tracks(self) -> list[str]:
-        """The only one."""
-        return ["text"]
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def rollout_policy(self) -> None:
-        """The policy that trains."""
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def old_logp(self) -> None:
-        """None are needed."""
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def samples_per_unit(self) -> int:
         """Each alone."""
         return 1
 
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def state_dict(self) -> dict[str, float]:
-        """There is none."""
-        return {}
-
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """Take the time."""
         return TrainStepResult({})
-
-
-class NoCheckpoints:
-    """Keeps nothing."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def remove_unfinished(self) -> None:
-        """There are none."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:
-        """Forget it."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class Member:
@@ -304,7 +268,7 @@ class Member:
         return 0.0
 
     def remote_role(self, name: str) -> RemoteRole:
-        raise NotImplementedError
+        raise ContractError("the pushes of this simulation go through the pool")
 
     def call(self, message: Ask | str) -> Any:
         if isinstance(message, str):
@@ -326,7 +290,7 @@ class Member:
         self.call(message)
 
     def restart(self) -> None:
-        raise NotImplementedError
+        raise ContractError("no member of this simulation dies")
 
     def stop(self) -> None:
         """Nothing to stop."""

@@ -18,9 +18,9 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from idle_roles import IdleStack, NoCheckpoints
 
 from unirl.algorithms.advantages import AdvantageConfig
 from unirl.data.data_source import MultimodalRLDataSource
@@ -91,57 +91,19 @@ class Reward(Sleeper):
         return {}
 
 
-class Stack(Sleeper):
+class Stack(Sleeper, IdleStack):
     """Trains nothing."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def prepare(self) -> None:
-        """Nothing to prepare."""
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def trained_tracks(self) -> list[str]:
-        """The only one."""
-        return ["text"]
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def rollout_policy(self) -> None:
-        """The policy that trains."""
-
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def old_logp(self) -> None:
-        """None are needed."""
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def exact_ratios(self) -> list[str]:
         """There are none."""
         return []
 
-    @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
-    def state_dict(self) -> dict[str, float]:
-        """There is none."""
-        return {}
-
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """Take the time."""
         self.work(resp.batch_size)
         return TrainStepResult({})
-
-
-class NoCheckpoints:
-    """Keeps nothing."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def remove_unfinished(self) -> None:
-        """There are none."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:
-        """Forget it."""
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> tuple[list[tuple[int,
 @pytest.fixture(autouse=True)
 def forget_the_bench():
     yield
-    for name in ("driver_scale", "virtual_time"):
+    for name in ("driver_scale", "idle_roles", "virtual_time"):
         sys.modules.pop(name, None)
 
 
