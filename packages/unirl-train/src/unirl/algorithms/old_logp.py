@@ -74,11 +74,10 @@ class RatioAlgorithm(PenalisedAlgorithm):
             )
         if old_logp_source == "log-linear" and self.freezes_fields:
             raise ConfigError(f"{type(self).__name__} {LOG_LINEAR_REPLAYS_NOTHING}")
-        judges = rollout_correction is not None and rollout_correction.m2_threshold is not None
-        if old_logp_source == "log-linear" and judges:
-            raise ConfigError(f"algorithm.rollout_correction.m2_threshold {LOG_LINEAR_REPLAYS_NOTHING}")
         super().__init__(reference, seed=seed)
         self.rollout_correction = rollout_correction
+        if old_logp_source == "log-linear" and self.judges_update:
+            raise ConfigError(f"algorithm.rollout_correction.m2_threshold {LOG_LINEAR_REPLAYS_NOTHING}")
         self.old_logp_source: OldLogpSource = old_logp_source
         self.replays_old = old_logp_source in ("auto", "replay")
         """True if updates after the first take their old log-probs from a replay."""
@@ -88,8 +87,7 @@ class RatioAlgorithm(PenalisedAlgorithm):
         """Optimizer steps [B] between the policies that made the samples and the one before the first update; None if
         the engine gives no versions."""
         versions_B = micro.track.policy_versions
-        before = policies.policy_version if micro.policy_version is None else micro.policy_version
-        return None if versions_B is None else before - versions_B
+        return None if versions_B is None else _version_before(micro, policies) - versions_B
 
     def log_linear_share(self, micro: MicroBatch, policies: PolicyStore) -> Tensor:
         """a [B] of `log_linear_logp`. Raises ConfigError if the engine gives no versions."""
@@ -98,9 +96,8 @@ class RatioAlgorithm(PenalisedAlgorithm):
                 "algorithm.old_logp_source = log-linear needs the version of the policy on every sample, which this "
                 "engine does not give. Set old_logp_source: replay."
             )
-        present = policies.policy_version
-        before = present if micro.policy_version is None else micro.policy_version
-        return proximal_share(micro.track.policy_versions, before=before, present=present)
+        before = _version_before(micro, policies)
+        return proximal_share(micro.track.policy_versions, before=before, present=policies.policy_version)
 
     @property
     def needs_replay(self) -> bool:
@@ -153,3 +150,8 @@ class RatioAlgorithm(PenalisedAlgorithm):
         if self.replays_old:
             return "replay (auto: other weights, precision or quantities; the first update: its own forward)"
         return "the rollout's (auto: same weights, float32; the first update: its own forward)"
+
+
+def _version_before(micro: MicroBatch, policies: PolicyStore) -> int:
+    """Version of the policy before the first update."""
+    return policies.policy_version if micro.policy_version is None else micro.policy_version
