@@ -13,7 +13,7 @@ from typing import Any
 
 from unirl.train.checkpoint.saved import DRIVER_STATE
 from unirl.trainer.clock import TRAINING, PhaseClock
-from unirl.trainer.collector import Collector
+from unirl.trainer.collector import Collector, ScoredRollout, Show
 from unirl.trainer.learner import Learner
 from unirl.trainer.record import RunRecord
 from unirl.trainer.resuming import Changes, changed_settings, check_same_algorithm, refuse_changes
@@ -81,15 +81,24 @@ class Trainer:
         record = self._record
         record.scale_pools()
         pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
-        show = functools.partial(record.show_rollout, done=rollout_id + 1) if record.shows(rollout_id + 1) else None
-        rollout = self.collector.collect(rollout_id, show=show)
-        trained = self._learner.train(rollout)
-        self.collector.finished(rollout_id)
-        record.note(trained, rollout.num_samples)
+        rollout = self.collector.collect(rollout_id, show=self._shows(rollout_id))
+        trained = self._learned(rollout)
         metrics = {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics()}
         busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in TRAINING)
         metrics["perf/samples_per_s"] = rollout.num_samples / busy_s if busy_s > 0 else 0.0
         return metrics
+
+    def _shows(self, rollout_id: int) -> Show | None:
+        """What shows samples of a rollout, if it is one of those that are shown."""
+        done = rollout_id + 1
+        return functools.partial(self._record.show_rollout, done=done) if self._record.shows(done) else None
+
+    def _learned(self, rollout: ScoredRollout) -> dict[str, float]:
+        """Train on a rollout, which is then finished; returns the metrics of training."""
+        trained = self._learner.train(rollout)
+        self.collector.finished(rollout.rollout_id)
+        self._record.note(trained, rollout.num_samples)
+        return trained
 
     def _loop(self) -> None:
         """Run rollouts with evaluations and checkpoints, to the end or until stopped."""

@@ -14,7 +14,6 @@ between two of its requests; an evaluation has engine and reward to itself.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import threading
@@ -90,12 +89,9 @@ class AsyncTrainer(Trainer):
             self._held_up.clear()
         slots = self._oldest()
         with self._busy["learner"].call():
-            show = functools.partial(record.show_rollout, done=rollout_id + 1) if record.shows(rollout_id + 1) else None
             groups = [slot.item for slot in slots if slot.item is not None]
-            rollout = self.collector.ready(rollout_id, groups, show=show)
-            trained = self._learner.train(rollout)
-            self.collector.finished(rollout_id)
-            record.note(trained, rollout.num_samples)
+            rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
+            trained = self._learned(rollout)
         own = self._metrics(slots, rollout.num_samples)
         return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics(), **own}
 
@@ -135,9 +131,9 @@ class AsyncTrainer(Trainer):
         if slot is None:
             return False
         if self._log is not None:
-            self._log.begun(slot.number, slot.number // self._slots.per_rollout, slot.version)
+            self._log.begun(slot.number, slot.rollout, slot.version)
         with self._request("engine", slot):
-            resp = self.collector.generated(slot.number // self._slots.per_rollout, self._groups_per_request)
+            resp = self.collector.generated(slot.rollout, self._groups_per_request)
         with self._change():
             self._unscored.append((slot, resp))
         return True
@@ -156,7 +152,7 @@ class AsyncTrainer(Trainer):
             return False
         slot, resp = item
         with self._request("reward", slot):
-            groups = self.collector.scored(slot.number // self._slots.per_rollout, resp)
+            groups = self.collector.scored(slot.rollout, resp)
         with self._change():
             slot.item = groups
         return True
@@ -179,7 +175,7 @@ class AsyncTrainer(Trainer):
 
     @contextlib.contextmanager
     def _request(self, name: str, slot: Slot[ScoredGroups]) -> Generator[None]:
-        what = f"request {slot.number} of rollout {slot.number // self._slots.per_rollout}"
+        what = f"request {slot.number} of rollout {slot.rollout}"
         try:
             with self._busy[name].call(), self._activity[name].doing(what):
                 yield

@@ -16,6 +16,8 @@ class Slot(Generic[ItemT]):
 
     number: int
     """Requests are numbered from 0 in the order of admission."""
+    rollout: int
+    """The rollout that it is a part of."""
     version: int
     """Version of the weights when it was admitted."""
     item: ItemT | None = None
@@ -67,7 +69,7 @@ class Slots(Generic[ItemT]):
         """The slot of the next request; None if all are taken, or it would belong to rollout `until`."""
         if len(self._slots) == self.capacity or self._next == until * self.per_rollout:
             return None
-        slot: Slot[ItemT] = Slot(self._next, self.version)
+        slot: Slot[ItemT] = Slot(self._next, self._next // self.per_rollout, self.version)
         self._next += 1
         self._slots.append(slot)
         return slot
