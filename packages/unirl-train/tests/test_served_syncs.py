@@ -118,15 +118,21 @@ def test_a_push_that_fails_while_all_live_is_raised_at_once() -> None:
         assert len(sync.pushed) == 9
 
 
+def outdated(pool: Any, version: int) -> tuple[FakeSync, ServedSyncs]:
+    """A version is pushed, and what trains has the next one by now."""
+    sync = FakeSync()
+    syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
+    sync.version = version
+    syncs.push()
+    syncs.training_begins()
+    sync.version = version + 1
+    return sync, syncs
+
+
 def test_a_member_that_dies_after_training_has_begun_waits_for_the_next_push() -> None:
     members = [LocalMember(number) for number in range(3)]
     with pool_of(*members, rows=2) as pool:
-        sync = FakeSync()
-        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
-        sync.version = 3
-        syncs.push()
-        syncs.training_begins()
-        sync.version = 4  # what trains has other weights by now
+        sync, syncs = outdated(pool, version=3)
         members[0].deadly, members[1].deadly, members[2].deadly = ({"s2"},) * 3
         assert rewards(pool) == [300 + row for row in range(8)]  # no sample is of the new weights
         assert len(sync.pushed) == 1
@@ -138,12 +144,7 @@ def test_a_member_that_dies_after_training_has_begun_waits_for_the_next_push() -
 def test_where_no_member_has_the_old_weights_one_gets_the_new_ones(caplog: pytest.LogCaptureFixture) -> None:
     member = LocalMember(0)
     with pool_of(member, rows=2) as pool:
-        sync = FakeSync()
-        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
-        sync.version = 3
-        syncs.push()
-        syncs.training_begins()
-        sync.version = 4
+        outdated(pool, version=3)
         member.deadly = {"s4"}
         assert rewards(pool) == [*(300 + row for row in range(4)), *(400 + row for row in range(4, 8))]
         assert "no member of writers has the weights that were pushed last; member 0 gets newer ones" in caplog.text
@@ -152,12 +153,7 @@ def test_where_no_member_has_the_old_weights_one_gets_the_new_ones(caplog: pytes
 def test_a_member_that_joins_after_training_gets_the_push_that_follows() -> None:
     members = [LocalMember(0), LocalMember(1)]
     with pool_of(*members, start=1) as pool:
-        sync = FakeSync()
-        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
-        sync.version = 1
-        syncs.push()
-        syncs.training_begins()
-        sync.version = 2
+        sync, syncs = outdated(pool, version=1)
         pool.resize(2)
         assert len(sync.pushed) == 1
         syncs.push()
@@ -167,10 +163,7 @@ def test_a_member_that_joins_after_training_gets_the_push_that_follows() -> None
 def test_a_member_that_waits_for_a_push_does_not_keep_the_pool_from_closing() -> None:
     members = [LocalMember(0), LocalMember(1)]
     with pool_of(*members, rows=2) as pool:
-        sync = FakeSync()
-        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
-        syncs.push()
-        syncs.training_begins()
+        outdated(pool, version=0)
         members[0].deadly = {"s0"}
         members[1].deadly = set()
         rewards(pool)
