@@ -25,6 +25,7 @@ VERBS = {
     "bench": "where the time of a recipe goes; of several, relative to the first",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
     "conformance": "measure what every engine does with every small model, as a table; of some models by name",
+    "view": "a local web page over run directories: curves, samples, timelines (docs/guides/viewer.md)",
     "data": "data list: the sets of prompts that recipes name; data prepare NAME: make one",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -53,12 +54,17 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "split": ("data",),
     "overwrite": ("data",),
     "partial": ("data",),
+    "host": ("view",),
+    "port": ("view",),
+    "token": ("view",),
 }
 """Option -> the verbs that it means something for."""
 SEVERAL = ("compare", "bench")
 """Verbs that take more than one recipe."""
 DATA_ACTIONS = ("list", "prepare")
 """What `data` can do."""
+RUNS_FOLDER = "runs"
+"""What `view` shows where nothing is said."""
 LISTS = ("recipes", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
@@ -70,6 +76,7 @@ EPILOG = """examples:
   trainer list rewards                        the scorers: input, range, what to install
   trainer export runs/worlds/shapes/nft/20260101-120000 --to exported
   trainer scale runs/my_run rollout=6         let the served pool have six members from the next rollout on
+  trainer view                                a page over all runs of runs/; or: trainer view FOLDER --port 8000
   trainer data prepare geneval                make a set of prompts; others are downloaded, or converted with --from
   trainer compare shapes/nft shapes/flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
@@ -81,7 +88,8 @@ class Command:
 
     verb: str
     recipe: str
-    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS; for `data`, of DATA_ACTIONS."""
+    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS; for `data`, of DATA_ACTIONS;
+    for `view`, the folder."""
     overrides: tuple[str, ...] = ()
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """The options that were given."""
@@ -105,6 +113,10 @@ def parse(argv: list[str]) -> Command:
         if cfg is not None or config_name is not None:
             raise ConfigError("data takes no recipe. Leave --config-name and --cfg out.")
         return _data_command(words, options, is_debug)
+    if verb == "view":
+        return _view_command(
+            words, _options(verb, given), is_debug, takes_no=cfg is not None or config_name is not None
+        )
     if verb == "conformance":
         if any(_is_override(word) for word in words) or cfg is not None or config_name is not None:
             raise ConfigError("conformance takes names of models alone; its recipes are its own.")
@@ -151,6 +163,17 @@ def _data_command(words: list[str], options: dict[str, str | int | bool], is_deb
     if len(names) > 1:
         raise ConfigError(f"data list takes the name of one set or none, not {' '.join(names)}.")
     return Command("data", action, (), options, is_debug, tuple(names))
+
+
+def _view_command(words: list[str], options: dict[str, str | int | bool], is_debug: bool, *, takes_no: bool) -> Command:
+    """`view [FOLDER]`; takes_no: True if a recipe was given too. Raises ConfigError."""
+    if takes_no or len(words) > 1:
+        raise ConfigError("view takes one folder of runs, or none for runs/, and no recipe.")
+    if not 0 <= int(options.get("port", 1)) < 1 << 16:
+        raise ConfigError(f"--port {options['port']} is no port. Give one from 1 to 65535, or 0 for a free one.")
+    if options.get("token") == "":
+        raise ConfigError("--token is empty. Give one, or leave it out: one is drawn where it is needed.")
+    return Command("view", words[0] if words else RUNS_FOLDER, (), options, is_debug)
 
 
 def _refuse_misspelt_verb(words: list[str]) -> None:
@@ -249,6 +272,11 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="data prepare: replace other files that are there")
     parser.add_argument(
         "--partial", action="store_true", help="data prepare: accept sources that are not the published ones whole"
+    )
+    parser.add_argument("--host", help="view: address to serve at (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, metavar="N", help="view: port to serve at (8317)")
+    parser.add_argument(
+        "--token", help="view: what a browser must give; drawn and printed where --host is not this machine alone"
     )
     parser.add_argument("--debug", action="store_true", help="full traceback of an error")
     return parser

@@ -56,6 +56,11 @@ def _dispatch(command: Command) -> int:
 
         (list_sets if command.recipe == "list" else prepare_set)(command)
         return 0
+    if command.verb == "view":
+        from unirl.viewer.command import view_command
+
+        view_command(command)
+        return 0
     from unirl.app import verbs
     from unirl.app.environment import prepare_process, start_logging
 

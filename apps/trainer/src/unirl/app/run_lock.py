@@ -90,6 +90,25 @@ def locked(folder: Path) -> Generator[None]:
         path.unlink(missing_ok=True)
 
 
+def lives(folder: Path) -> bool | None:
+    """True if the process that writes into a run directory runs; False if none does; None where that cannot be seen
+    from here, because it is on another machine or its lock cannot be read. Changes nothing."""
+    answer: bool | None = False
+    for path in _locks(folder):
+        try:
+            holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            continue
+        except (ValueError, TypeError):
+            answer = None
+            continue
+        if not holder.is_judgeable:
+            answer = None
+        elif holder.is_alive:
+            return True
+    return answer
+
+
 def is_lock(path: Path) -> bool:
     """True if a file is a lock, or one in the making."""
     return path.name.startswith(LOCK)
