@@ -43,7 +43,7 @@ class Language:
 
     code: str
     folder: str
-    """Of the site, "" for the first language."""
+    """The folder of the site; "" for the first language."""
     theme: str
     tabs: dict[str, str]
     """Section of the site that no table of docs/README.md has -> its name."""

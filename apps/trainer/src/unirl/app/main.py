@@ -90,9 +90,15 @@ def _list(what: str) -> None:
         rows = [(name, card.inputs, card.scale, card.extra or "-", card.source) for name, card in CATALOG.items()]
         _write_table([header, *sorted(rows)])
     else:
+        from unirl.app.evidence import LEVELS, levels
         from unirl.config.catalog import available
 
-        _write_table(list(available().items()))
+        known = levels()
+        _write_table(
+            [("recipe", "known", "what it is"), *((n, " ".join(known[n]), text) for n, text in available().items())]
+        )
+        sys.stdout.write("\nknown:\n")
+        _write_table([(f"  {level}", text) for level, text in LEVELS.items()])
 
 
 def _write_table(rows: Sequence[tuple[str, ...]]) -> None:
