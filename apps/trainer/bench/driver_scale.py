@@ -52,6 +52,7 @@ from unirl.distributed.held import Held
 from unirl.distributed.pools.served import Ask, ServedPool
 from unirl.distributed.pools.shelf import Shelf
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.spans import Span
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo, Openable, Worker, WorkerContext
 from unirl.train.stack import TrainStepResult
@@ -266,6 +267,9 @@ class Member:
 
     def take_busy_s(self) -> float:
         return 0.0
+
+    def take_spans(self) -> list[Span]:
+        return []
 
     def remote_role(self, name: str) -> RemoteRole:
         raise ContractError("the pushes of this simulation go through the pool")

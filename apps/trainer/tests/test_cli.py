@@ -189,6 +189,17 @@ def test_run_writes_its_recipe_and_hands_over_trackers(here, fake_run, capsys):
     assert "finished" in capsys.readouterr().out
 
 
+def test_the_log_of_a_run_ends_with_what_ended_it(tmp_path: Path):
+    for text in ("one", "two"):
+        with pytest.raises(TrainingError), environment.logging_to(tmp_path / "run.log"):
+            logging.getLogger("unirl.test").warning(text)
+            raise TrainingError("it failed")
+    logging.getLogger("unirl.test").warning("three")
+    lines = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
+    said = ["WARNING one", "ERROR TrainingError: it failed", "WARNING two", "ERROR TrainingError: it failed"]
+    assert [line.split(" ", 2)[2] for line in lines] == said
+
+
 def test_run_by_its_module_name(here, fake_run):
     from unirl import train_diffusion
 

@@ -8,6 +8,7 @@ import torch
 
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Worker, WorkerContext
 from unirl.types.errors import WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -78,6 +79,9 @@ class LocalMember:
 
     def take_busy_s(self) -> float:
         return float(self.number)
+
+    def take_spans(self) -> list[Span]:
+        return [Span(self.name, "engine.generate", 0, 1)]
 
     def remote_role(self, name: str) -> RemoteRole:
         return RemoteRole(name, (self,), (self.name,), 1.0)

@@ -9,7 +9,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -142,10 +143,31 @@ class StandardErrorHandler(logging.StreamHandler):
         super().emit(record)
 
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+@contextmanager
+def logging_to(path: Path) -> Generator[None]:
+    """Events go to a file too, appended, with their date. What ends the block is its last line."""
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, (), None))
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
 def start_logging(is_debug: bool) -> None:
     """Events of our own packages, one line each; of other packages warnings only."""
     handler = StandardErrorHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)

@@ -16,6 +16,7 @@ RUNS = "runs"
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
+LOG_FILE = "run.log"
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
@@ -79,10 +80,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """True if a run has written here more than its recipe, which is all that one leaves that fails to start."""
+    """True if a run has written here more than its recipe and log, which is all that one leaves that fails to start."""
     config = folder / CONFIG_FILE
     is_run = config.exists() and any(
-        path.is_file() and path != config and not is_lock(path) for path in folder.rglob("*")
+        path.is_file() and path not in (config, folder / LOG_FILE) and not is_lock(path) for path in folder.rglob("*")
     )
     return is_run or has_checkpoint(folder)
 

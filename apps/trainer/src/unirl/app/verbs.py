@@ -14,11 +14,11 @@ import yaml
 from rich.console import Console
 
 from unirl.app.command_line import Command
-from unirl.app.environment import this_machine
+from unirl.app.environment import logging_to, this_machine
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.memory import phases, table
 from unirl.app.recipe import checked, code_of_others, composed, settled, trusts
-from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, has_checkpoint, make_folder
+from unirl.app.run_directory import CONFIG_FILE, LOG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
@@ -105,7 +105,7 @@ def _trained(config: DictConfig, run: ComposedRun, run_dir: Path, *, is_resumed:
     from unirl.trainer.commands import run_recipe
 
     try:
-        with stop_on_signals() as stop:
+        with logging_to(run_dir / LOG_FILE), stop_on_signals() as stop:
             return run_recipe(run, run_dir, trackers, stop, published=shown)
     finally:
         for tracker in trackers:

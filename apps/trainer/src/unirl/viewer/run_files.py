@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from unirl.app.run_directory import CHECKPOINTS, CONFIG_FILE, SAMPLES
+from unirl.app.run_directory import CHECKPOINTS, CONFIG_FILE, LOG_FILE, SAMPLES
 from unirl.app.run_lock import lives
 from unirl.types.errors import ConfigError, DataError
 
 METRICS, ALERTS, SUMMARY, REQUESTS = "metrics.jsonl", "alerts.jsonl", "summary.json", "requests.jsonl"
-TIMELINE, LOG = "timeline.jsonl", "run.log"
-WATCHED = (METRICS, ALERTS, SUMMARY, REQUESTS, TIMELINE, LOG, CONFIG_FILE, SAMPLES, CHECKPOINTS)
+TIMELINE = "timeline.jsonl"
+WATCHED = (METRICS, ALERTS, SUMMARY, REQUESTS, TIMELINE, LOG_FILE, CONFIG_FILE, SAMPLES, CHECKPOINTS)
 """Files and folders whose change is a change of the run."""
 MAX_DEPTH = 6
 """Folders below the one that is viewed; runs/<recipe>/<time> is four at most, a comparison adds two."""

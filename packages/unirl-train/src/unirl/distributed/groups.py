@@ -8,6 +8,7 @@ from typing import Any
 
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.roles import MeshPlace
@@ -82,6 +83,9 @@ class WorkerGroups(Runtime):
             for pool, runtime in self._pools.items()
             for name, value in runtime.gauges().items()
         }
+
+    def take_spans(self) -> list[Span]:
+        return [span for runtime in self._groups for span in runtime.take_spans()]
 
     def scale(self, sizes: Mapping[str, int]) -> None:
         unknown = sorted(set(sizes) - set(self._pools))

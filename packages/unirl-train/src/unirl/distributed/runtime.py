@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar, overload
 from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_arguments, shard_ranks
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.held import Future, Held
+from unirl.distributed.spans import Span
 from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.roles import Collect, Dispatch, MeshPlace
@@ -328,6 +329,10 @@ class Runtime(ABC):
     def gauges(self) -> dict[str, float]:
         """What these workers did since the last call, for `pool_metrics` of a run with several pools."""
         return {}
+
+    def take_spans(self) -> list[Span]:
+        """When these workers were asked something, since the last call; empty where that is the driver's own work."""
+        return []
 
     def resize(self, size: int) -> None:
         """Let a served pool have so many members. Raises ConfigError for workers of an even pool."""

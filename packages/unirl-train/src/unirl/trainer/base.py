@@ -79,10 +79,11 @@ class Trainer:
     def step(self, rollout_id: int) -> dict[str, float]:
         """One rollout and the updates made from it; returns its metrics."""
         record = self._record
-        record.scale_pools()
-        pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
-        rollout = self.collector.collect(rollout_id, show=self._shows(rollout_id))
-        trained = self._learned(rollout)
+        with self._clock.about(rollout=rollout_id):
+            record.scale_pools()
+            pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
+            rollout = self.collector.collect(rollout_id, show=self._shows(rollout_id))
+            trained = self._learned(rollout)
         metrics = {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics()}
         busy_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in TRAINING)
         metrics["perf/samples_per_s"] = rollout.num_samples / busy_s if busy_s > 0 else 0.0

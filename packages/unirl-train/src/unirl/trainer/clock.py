@@ -7,10 +7,16 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from unirl.distributed.spans import Span, SpanLog, ThreadFacts
+
 MOVING = "residency"
 """The phase of moving components between host and device for the next phase."""
 TRAINING = ("sync", "rollout", "reward", "train", "other", MOVING)
 """The phases of a training step; evaluations and checkpoints are not among them."""
+
+LANES = {"rollout": "engine", "reward": "reward"}
+"""Part of the loop that a phase is the work of; the learner's are the others."""
+LEARNER = "learner"
 
 
 class PhaseClock:
@@ -28,6 +34,9 @@ class PhaseClock:
         self.cpu_s: dict[str, float] = {}
         self._step: dict[str, float] = {}
         self._adding = threading.Lock()
+        self.spans = SpanLog()
+        """Every phase, when it was."""
+        self._thread = ThreadFacts()
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -39,13 +48,25 @@ class PhaseClock:
             yield
 
     @contextmanager
+    def about(self, **facts: int) -> Generator[None]:
+        """Inside, phases of this thread are about this, which their spans say."""
+        before = self._thread.facts
+        self._thread.facts = facts
+        try:
+            yield
+        finally:
+            self._thread.facts = before
+
+    @contextmanager
     def _timed(self, name: str) -> Generator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
+        begin, cpu = time.monotonic(), time.process_time()
         try:
             with nullcontext() if self.observer is None else self.observer(name):
                 yield
         finally:
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            end, cpu = time.monotonic(), time.process_time() - cpu
+            wall = end - begin
+            self.spans.add(Span(LANES.get(name, LEARNER), name, begin, end, self._thread.facts))
             with self._adding:
                 self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
                 self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu

@@ -23,6 +23,7 @@ from unirl.trainer.roles import CheckpointerRole
 from unirl.trainer.samples import first_roots, take, whole_groups
 from unirl.trainer.scaling import take_sizes
 from unirl.trainer.settings import TrainerSettings, is_due
+from unirl.trainer.timeline import TIMELINE, Timeline
 from unirl.trainer.versions import versions
 from unirl.types.errors import ConfigError, UniRLError
 from unirl.types.samples import SampleRecord, Video
@@ -62,6 +63,7 @@ class RunRecord:
         folder = run_dir / "samples"
         self._gallery = Gallery(folder, trackers, settings.best_metric)
         self._files = SampleFiles(folder, image_format=self._samples.image_format, max_mb=self._samples.max_mb)
+        self._timeline = Timeline(run_dir / TIMELINE)
         self._run_dir = run_dir
         self.config = dict(config)
         self.digests = dict(digests)
@@ -87,7 +89,9 @@ class RunRecord:
 
     def start(self, done: int, head: Mapping[str, Any]) -> None:
         """Start the trackers of a run that begins or continues after `done` rollouts, with the recipe and `head`."""
-        self._files.start(done if head.get("resume") is not None else None)
+        known = done if head.get("resume") is not None else None
+        self._files.start(known)
+        self._timeline.start(known)
         for tracker in self._trackers:
             tracker.start({**self.config, **head}, self._run_dir, done)
 
@@ -104,9 +108,10 @@ class RunRecord:
     # Metrics and samples ----------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], done: int) -> None:
-        """Log one point of every curve."""
+        """Log one point of every curve, and when what worked since the last one."""
         for tracker in self._trackers:
             tracker.log(metrics, done)
+        self._timeline.write([*self._clock.spans.take(), *self._runtime.take_spans()], done)
 
     def alert(self, name: str, text: str, done: int) -> None:
         """Send an alert to the trackers."""

@@ -10,6 +10,7 @@ from typing import Any
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.pools.served import Ask
+from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo
 from unirl.types.errors import UniRLError
 from unirl.types.roles import Collect
@@ -60,6 +61,10 @@ class RayMember:
     def take_busy_s(self) -> float:
         """See WorkerMember; 0 for one that is being replaced."""
         return self.runtime.clock.take() if self._loading.done() and self.is_alive else 0.0
+
+    def take_spans(self) -> list[Span]:
+        """See WorkerMember; none of one that is being replaced."""
+        return self.runtime.take_spans() if self._loading.done() and self.is_alive else []
 
     def remote_role(self, name: str) -> RemoteRole:
         return self.runtime.remote_role(name)

@@ -28,6 +28,7 @@ from unirl.distributed.held import Held
 from unirl.distributed.pools.served import Ask
 from unirl.distributed.pools.shelf import Shelf
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.spans import Span, SpanLog
 from unirl.distributed.tensor.planes.base import DataPlane, ObjectPlane
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Builder, ComponentInfo
@@ -108,6 +109,7 @@ class RayRuntime(Runtime):
         self._processes: list[ProcessInfo] = []
         self._failure: str | None = None
         self.clock = BusyClock()
+        self._spans = SpanLog()
         self._shelf = Shelf(ObjectStore())
         self._components: Mapping[str, ComponentInfo] = {}
         self._mesh: Sequence[MeshPlace] = ()
@@ -127,6 +129,10 @@ class RayRuntime(Runtime):
     def gauges(self) -> dict[str, float]:
         """What the driver asked of these workers since the last call: `busy_s`."""
         return {"busy_s": self.clock.take()}
+
+    def take_spans(self) -> list[Span]:
+        """See Runtime: calls of components."""
+        return self._spans.take()
 
     def _start_processes(self, env: dict[str, str], timeout_s: float) -> None:
         loopback = {"GLOO_SOCKET_IFNAME": "lo"} if self._block.pool.num_nodes == 1 else {}
@@ -175,7 +181,7 @@ class RayRuntime(Runtime):
         self._require_open()
         (actor,), what = self._actors, f"{ask.role}.{ask.method}"
         args, kwargs = outgoing(ask.args), outgoing(dict(ask.kwargs))
-        with self.clock.call():
+        with self.clock.call(), self._spans.span(self._block.name, what):
             if not ask.is_stored:
                 asked = actor.call_component.remote(ask.role, ask.method, *args, **kwargs)
                 return self._await({asked: 0}, what, self._timeout_s)[0]
@@ -216,6 +222,7 @@ class RayRuntime(Runtime):
         what = ".".join(args[:2]) if method == "invoke" else method
         pending = {self._actors[rank].perform.remote(method, outgoing(own)): rank for rank, method, own in calls}
         self.clock.begin()
+        begin = time.monotonic()
 
         def finish() -> list[Any]:
             try:
@@ -223,6 +230,8 @@ class RayRuntime(Runtime):
                 return self._await(pending, what, self._timeout_s)
             finally:
                 self.clock.end()
+                if method == "invoke":
+                    self._spans.add(Span(self._block.name, what, begin, time.monotonic()))
 
         return finish
 

@@ -20,6 +20,7 @@ from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.held import Future, Held
 from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
+from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ConfigError, ContractError, WorkerError
 from unirl.types.member_pool import Member, MemberPool
@@ -59,6 +60,10 @@ class WorkerMember(Member, Protocol):
 
     def take_busy_s(self) -> float:
         """Seconds in which the pool had asked it something, since the last call."""
+        ...
+
+    def take_spans(self) -> list[Span]:
+        """When the pool had asked it something, since the last call."""
         ...
 
     def remote_role(self, name: str) -> RemoteRole:
@@ -277,6 +282,10 @@ class ServedPool(Runtime):
         replaced so far."""
         busy_s = sum(member.take_busy_s() for member in self.members) / self.num_workers
         return {"busy_s": busy_s, "members": float(self.num_workers), "restarts": float(self._pool.num_restarts)}
+
+    def take_spans(self) -> list[Span]:
+        """See Runtime; a lane per member."""
+        return [span for member in self.members for span in member.take_spans()]
 
     @property
     def num_shards(self) -> int:

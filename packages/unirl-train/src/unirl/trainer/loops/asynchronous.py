@@ -88,7 +88,7 @@ class AsyncTrainer(Trainer):
                 self._slots.free()
             self._held_up.clear()
         slots = self._oldest()
-        with self._busy["learner"].call():
+        with self._busy["learner"].call(), self._clock.about(rollout=rollout_id):
             groups = [slot.item for slot in slots if slot.item is not None]
             rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
             trained = self._learned(rollout)
@@ -176,8 +176,9 @@ class AsyncTrainer(Trainer):
     @contextlib.contextmanager
     def _request(self, name: str, slot: Slot[ScoredGroups]) -> Generator[None]:
         what = f"request {slot.number} of rollout {slot.rollout}"
+        about = self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
         try:
-            with self._busy[name].call(), self._activity[name].doing(what):
+            with self._busy[name].call(), self._activity[name].doing(what), about:
                 yield
         finally:
             with self._change():

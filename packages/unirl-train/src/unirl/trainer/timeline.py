@@ -1,0 +1,64 @@
+"""The timeline of a run as a file: a line per span of work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from unirl.distributed.spans import Span
+
+logger = logging.getLogger(__name__)
+
+TIMELINE = "timeline.jsonl"
+MAX_BYTES = 64 << 20
+
+
+class Timeline:
+    """Appends spans to a file, in seconds since the epoch. Above `max_bytes` the older half of the file goes.
+
+    A file that cannot be written is said once; the run continues without it.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._epoch = time.time() - time.monotonic()
+        self._has_failed = False
+
+    def start(self, step: int | None) -> None:
+        """Drop the lines after `step`, from where a run is resumed; all for a new run (None)."""
+        if step is None:
+            self._path.unlink(missing_ok=True)
+        elif self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
+            self._replace([line for line in lines if json.loads(line)["step"] <= step])
+
+    def write(self, spans: Sequence[Span], step: int) -> None:
+        """Append the spans that ended before the metrics of `step` were logged."""
+        if not spans:
+            return
+        text = "".join(json.dumps(self._line(span, step)) + "\n" for span in spans)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                size = file.tell()
+            if size > self._max_bytes:
+                lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
+                self._replace(lines[len(lines) // 2 :])
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("the timeline cannot be kept: %s. The run continues without it.", error)
+            self._has_failed = True
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        partial = self._path.with_suffix(".tmp")
+        partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        partial.replace(self._path)
+
+    def _line(self, span: Span, step: int) -> dict[str, str | int | float]:
+        begin, end = round(self._epoch + span.begin, 4), round(self._epoch + span.end, 4)
+        return {"step": step, "lane": span.lane, "what": span.what, "begin": begin, "end": end, **span.about}
