@@ -17,6 +17,7 @@ from small import SMALL as SMALL_RUN
 from small import SMALL_STAGES
 
 from unirl.app.command_line import VERBS
+from unirl.app.conformance.cases import ENGINES
 from unirl.app.main import USER_ERROR, main
 from unirl.config.signatures import read_module, read_target
 
@@ -96,6 +97,7 @@ class Guide:
 def test_a_guide_works_as_written(page, tmp_path, monkeypatch, capsys, own_process):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(ENGINES, "latents", dict(ENGINES["latents"]))  # a page adds its engine
     forget_modules()
     guide = Guide(tmp_path, monkeypatch, capsys)
     try:
