@@ -42,7 +42,7 @@ def test_a_package_that_is_installed_has_the_command_that_follows(page, package,
 
 def test_the_pages_install_a_reward_node_with_its_server():
     assert {page for page, *rest in installed_then_used() if rest == ["unirl-reward-server", "reward-server"]} >= {
-        "README.md",
+        "docs/guides/install.md",
         "apps/reward-server/README.md",
     }
 

@@ -24,7 +24,7 @@ from unirl.config.signatures import read_module, read_target
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = [
     page
-    for page in [DOCS / "tutorial.md", *sorted((DOCS / "guides").glob("*.md"))]
+    for page in [DOCS.parent / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "guides").glob("*.md"))]
     # Trains for minutes; test_compare.py runs a small comparison. A rehearsal needs a process that has trained nothing;
     # apps/trainer/tests/test_rehearse.py starts one.
     # VeOmni is an extra; its tests compare the curves.
