@@ -23,7 +23,9 @@ PORTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("train", "algorithms", "data", "distributed", "trainer", "config", "tracking", "rehearsal"), "train"
     ),
-    **dict.fromkeys(("app", "datasets", "recipes", "worlds", "pretraining", "reward_server", "viewer"), "apps"),
+    **dict.fromkeys(
+        ("app", "datasets", "recipes", "worlds", "pretraining", "reward_server", "viewer", "skeletons"), "apps"
+    ),
     **dict.fromkeys(("train_diffusion", "train_vlm", "train_pe", "train_unified_model"), "apps"),
 }
 """First name below `unirl` -> the package, or "apps", that ships it."""

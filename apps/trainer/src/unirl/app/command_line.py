@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unirl.app.completion import complete, words
+from unirl.app.without_recipe import SHELLS, WITHOUT_RECIPE
 from unirl.config.catalog import available
 from unirl.types.errors import ConfigError
 
@@ -26,6 +28,9 @@ VERBS = {
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
     "conformance": "measure what every engine does with every small model, as a table; of some models by name",
     "view": "a local web page over run directories: curves, samples, timelines (docs/guides/viewer.md)",
+    "init": "write a small part that works, to be changed: init reward NAME, or algorithm, model, recipe",
+    "doctor": "what this machine can run, what is installed, and how to get what is missing",
+    "completion": f"what makes a shell complete this command: completion {' | '.join(SHELLS)}",
     "data": "data list: the sets of prompts that recipes name; data prepare NAME: make one",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -37,7 +42,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "on": ("plan",),
     "memory": ("check", "plan"),
     "gpus": ("plan",),
-    "to": ("export",),
+    "to": ("export", "init"),
     "merged": ("export",),
     "float32": ("export",),
     "policy": ("export",),
@@ -61,10 +66,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """Option -> the verbs that it means something for."""
 SEVERAL = ("compare", "bench")
 """Verbs that take more than one recipe."""
-DATA_ACTIONS = ("list", "prepare")
-"""What `data` can do."""
-RUNS_FOLDER = "runs"
-"""What `view` shows where nothing is said."""
 LISTS = ("recipes", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
@@ -88,41 +89,35 @@ class Command:
 
     verb: str
     recipe: str
-    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS; for `data`, of DATA_ACTIONS;
-    for `view`, the folder."""
+    """Packaged name, path of a YAML file, or folder of a run; for `list`, one of LISTS. For the verbs of WITHOUT_RECIPE
+    what they act on: what `data` does, the folder of `view`, what `init` writes, the shell of `completion`."""
     overrides: tuple[str, ...] = ()
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """The options that were given."""
     is_debug: bool = False
     recipes: tuple[str, ...] = ()
-    """All recipes of `compare` and `bench`, in order; for `data` the name of a set, if any. Empty for the other verbs,
-    which take one; of `conformance` the models, where some are named."""
+    """All recipes of `compare` and `bench`, in order; for verbs without a recipe the names that follow: the set of
+    `data`, the models of `conformance`, the name of `init`. Empty for the other verbs, which take one."""
 
 
 def parse(argv: list[str]) -> Command:
     """The command that `argv` spells. Raises ConfigError for what makes no sense; argparse exits for --help."""
     parser = _parser(takes_size=next((word for word in argv if not word.startswith("-")), "") == "plan")
+    complete(parser)
     _refuse_dashes(argv, parser.format_help())
     given = vars(parser.parse_intermixed_args(argv))
-    words: list[str] = given.pop("words")
+    typed: list[str] = given.pop("words")
     is_debug, config_name, cfg = given.pop("debug"), given.pop("config_name"), given.pop("cfg")
-    _refuse_misspelt_verb(words)
-    verb = words.pop(0) if words and words[0] in VERBS else "run"
-    if verb == "data":
+    _refuse_misspelt_verb(typed)
+    verb = typed.pop(0) if typed and typed[0] in VERBS else "run"
+    if verb in WITHOUT_RECIPE:
         options = _options(verb, given)
         if cfg is not None or config_name is not None:
-            raise ConfigError("data takes no recipe. Leave --config-name and --cfg out.")
-        return _data_command(words, options, is_debug)
-    if verb == "view":
-        return _view_command(
-            words, _options(verb, given), is_debug, takes_no=cfg is not None or config_name is not None
-        )
-    if verb == "conformance":
-        if any(_is_override(word) for word in words) or cfg is not None or config_name is not None:
-            raise ConfigError("conformance takes names of models alone; its recipes are its own.")
-        return Command(verb, DEFAULT_RECIPE, (), _options(verb, given), is_debug, tuple(words))
-    recipes = [word for word in words if not _is_override(word)]
-    overrides = tuple(word for word in words if _is_override(word))
+            raise ConfigError(f"{verb} takes no recipe. Leave --config-name and --cfg out.")
+        meant, names = WITHOUT_RECIPE[verb](typed, options)
+        return Command(verb, meant, (), options, is_debug, names)
+    recipes = [word for word in typed if not _is_override(word)]
+    overrides = tuple(word for word in typed if _is_override(word))
     if config_name is not None:
         recipes.append(config_name)
     if len(recipes) > 1 and verb not in SEVERAL:
@@ -147,33 +142,6 @@ def _options(verb: str, given: dict[str, str | int | bool | None]) -> dict[str, 
         if verb not in OPTIONS[name] or (name == "resolve" and verb == "run"):
             raise ConfigError(f"--{name} does nothing with {verb!r}; it is for: {', '.join(OPTIONS[name])}.")
     return options
-
-
-def _data_command(words: list[str], options: dict[str, str | int | bool], is_debug: bool) -> Command:
-    """`data list [NAME]` or `data prepare NAME`. Raises ConfigError."""
-    action, names = words[0] if words else DATA_ACTIONS[0], words[1:]
-    if action not in DATA_ACTIONS:
-        near = difflib.get_close_matches(action, DATA_ACTIONS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"To make a set: trainer data prepare {action}."
-        raise ConfigError(f"data does one of {', '.join(DATA_ACTIONS)}, not {action!r}. {hint}")
-    if action == "list" and options:
-        raise ConfigError(f"--{next(iter(options))} does nothing with data list; it is for: data prepare.")
-    if action == "prepare" and len(names) != 1:
-        raise ConfigError(f"data prepare takes the name of one set, not {len(names)}. See: trainer data list.")
-    if len(names) > 1:
-        raise ConfigError(f"data list takes the name of one set or none, not {' '.join(names)}.")
-    return Command("data", action, (), options, is_debug, tuple(names))
-
-
-def _view_command(words: list[str], options: dict[str, str | int | bool], is_debug: bool, *, takes_no: bool) -> Command:
-    """`view [FOLDER]`; takes_no: True if a recipe was given too. Raises ConfigError."""
-    if takes_no or len(words) > 1:
-        raise ConfigError("view takes one folder of runs, or none for runs/, and no recipe.")
-    if not 0 <= int(options.get("port", 1)) < 1 << 16:
-        raise ConfigError(f"--port {options['port']} is no port. Give one from 1 to 65535, or 0 for a free one.")
-    if options.get("token") == "":
-        raise ConfigError("--token is empty. Give one, or leave it out: one is drawn where it is needed.")
-    return Command("view", words[0] if words else RUNS_FOLDER, (), options, is_debug)
 
 
 def _refuse_misspelt_verb(words: list[str]) -> None:
@@ -213,7 +181,8 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="VERB RECIPE key=value", help=argparse.SUPPRESS)
+    typed = parser.add_argument("words", nargs="*", metavar="VERB RECIPE key=value", help=argparse.SUPPRESS)
+    setattr(typed, "completer", words)  # noqa: B010, where argcomplete looks for it
     parser.add_argument("--config-name", metavar="RECIPE", help="the recipe, as Hydra programs take it")
     parser.add_argument("--cfg", choices=["job"], help="show the recipe instead of running it")
     parser.add_argument("--resolve", action="store_true", help="show: replace interpolations by their values here")
@@ -238,7 +207,7 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     else:
         parser.add_argument("--memory", action="store_true", help=memory)
     parser.add_argument("--gpus", type=int, metavar="N", help="plan: find a layout for so many devices")
-    parser.add_argument("--to", metavar="FOLDER", help="export: where to write")
+    parser.add_argument("--to", metavar="FOLDER", help="export, init: where to write")
     parser.add_argument("--merged", action="store_true", help="export: the whole model; else the LoRA alone")
     parser.add_argument(
         "--float32",

@@ -61,6 +61,16 @@ def _dispatch(command: Command) -> int:
 
         view_command(command)
         return 0
+    if command.verb == "init":
+        from unirl.app.skeletons import write_skeleton
+
+        write_skeleton(command)
+        return 0
+    if command.verb == "completion":
+        from unirl.app.completion import shell_code
+
+        sys.stdout.write(shell_code(command.recipe))
+        return 0
     from unirl.app import verbs
     from unirl.app.environment import prepare_process, start_logging
 
@@ -78,6 +88,7 @@ def _dispatch(command: Command) -> int:
         "bench": verbs.bench,
         "compare": verbs.compare,
         "conformance": verbs.conformance,
+        "doctor": verbs.doctor,
     }
     return actions[command.verb](command) or 0
 

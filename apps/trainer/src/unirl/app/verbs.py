@@ -247,6 +247,13 @@ def conformance(command: Command) -> int:
     return measure_matrix(command)
 
 
+def doctor(command: Command) -> int:
+    """Say what this machine can run; returns the exit status, 1 where the installation itself is broken."""
+    from unirl.app.doctor import examine
+
+    return examine()
+
+
 # What the verbs share -----------------------------------------------------------------------------------------------
 
 

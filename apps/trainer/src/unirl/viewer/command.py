@@ -10,7 +10,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from unirl.app.command_line import RUNS_FOLDER, Command
+from unirl.app.command_line import Command
+from unirl.app.without_recipe import RUNS_FOLDER
 from unirl.types.errors import ConfigError
 from unirl.viewer.guard import is_loopback
 from unirl.viewer.server import make_app
