@@ -612,6 +612,8 @@ def test_wheel_holds_the_recipes_and_shows_them(uv, tmp_path):
     wanted += [
         str(path.relative_to(source)) for path in (source / "unirl" / "worlds" / "shapes" / "data").glob("*.jsonl")
     ]
+    assets = source / "unirl" / "viewer" / "assets"
+    wanted += [str(path.relative_to(source)) for path in assets.rglob("*") if path.is_file()]
     assert len(wanted) > 10 and set(wanted) <= set(names)
     assert "unirl/__init__.py" not in names
     wheel.extractall(tmp_path / "site")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -299,3 +301,11 @@ def test_mistakes_are_one_message(
     assert main(arguments) == USER_ERROR
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+def test_the_viewer_starts_without_torch():
+    heavy = (
+        "import sys, unirl.viewer.command; sys.exit(str(sorted({'torch', 'ray', 'transformers'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, timeout=600)
+    assert done.stderr.strip() == "[]"

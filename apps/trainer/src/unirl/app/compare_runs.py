@@ -161,7 +161,7 @@ def run_error(run: Run, status: int) -> str | None:
 
 def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(dotted key, value on the left, value on the right) wherever two nested mappings differ."""
-    ours, theirs = dict(_flat(left)), dict(_flat(right))
+    ours, theirs = dict(flat(left)), dict(flat(right))
     return [
         (key, _shown(ours, key), _shown(theirs, key))
         for key in sorted({*ours, *theirs})
@@ -169,10 +169,10 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple
     ]
 
 
-def _flat(node: Mapping[str, Any], place: str = "") -> Generator[tuple[str, Any]]:
+def flat(node: Mapping[str, Any], place: str = "") -> Generator[tuple[str, Any]]:
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{place}{key}.")
+            yield from flat(value, f"{place}{key}.")
         else:
             yield f"{place}{key}", value
 

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, Group
 from rich.table import Table
 from rich.text import Text
 
+from unirl.app.export_commands import exports
 from unirl.trainer.resuming import described
 
 Summary = Mapping[str, Any]  # Any: JSON values, see docs/reference/metrics.md
@@ -105,7 +106,7 @@ def next_steps(summary: Summary, after: After, width: int = 80) -> str:
     commands = [
         ("curves", ["uv", "run", "tensorboard", "--logdir", shlex.quote(f"{run_dir}/tensorboard")]),
         *([("evaluate", [*trainer, "eval", run, *trust])] if after.evaluates else []),
-        *[(label, [*words, *trust]) for label, words in _exports([*trainer, "export", run], after.trains_lora)],
+        *[(label, [*words, *trust]) for label, words in exports([*trainer, "export", run], after.trains_lora)],
         *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto", *trust])]),
         ("more", [*trainer, "list"]),
     ]
@@ -114,15 +115,6 @@ def next_steps(summary: Summary, after: After, width: int = 80) -> str:
         line = _labelled(label, " ".join(words))
         lines.append(line if len(line) <= width else f"{label}\n{_broken(words, width)}")
     return "\n".join(lines)
-
-
-def _exports(command: list[str], trains_lora: Mapping[str, bool]) -> Iterator[tuple[str, list[str]]]:
-    """Commands that export each policy that trained, with their labels."""
-    for policy, is_lora in trains_lora.items():
-        suffix, option = ("", []) if len(trains_lora) == 1 else (f"-{policy}", ["--policy", policy])
-        if is_lora:
-            yield "export", [*command, "--to", f"exported{suffix}-lora", *option]
-        yield "merged" if is_lora else "export", [*command, "--to", f"exported{suffix}", "--merged", *option]
 
 
 def _labelled(label: str, text: str) -> str:

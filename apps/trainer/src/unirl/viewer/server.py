@@ -7,26 +7,25 @@ import contextlib
 import importlib.resources
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from aiohttp import web
 
-from unirl.types.errors import DataError
+from unirl.viewer.asking import answer, names, number
 from unirl.viewer.curves import Curve, band, drawn, json_numbers, smoothed
 from unirl.viewer.guard import guarding
 from unirl.viewer.metrics import Column, MetricsCache
 from unirl.viewer.overview import Overview
 from unirl.viewer.run_files import METRICS, RunsFolder
+from unirl.viewer.run_pages import RunPages
 from unirl.viewer.watch import Watch
 
 ASSETS = Path(str(importlib.resources.files("unirl.viewer") / "assets"))
 MAX_POINTS = 2000
-MAX_RUNS = 200
 KEEP_ALIVE_S = 15
 
 
@@ -64,13 +63,6 @@ def within(curve: Curve, least: float, most: float) -> Curve:
     """The steps of a curve between two."""
     is_within = (curve[0] >= least) & (curve[0] <= most)
     return curve[0][is_within], curve[1][is_within]
-
-
-def answer(value: object) -> web.Response:
-    """JSON, never kept by the browser: files change."""
-    return web.Response(
-        body=msgspec.json.encode(value), content_type="application/json", headers={"Cache-Control": "no-store"}
-    )
 
 
 class Viewer:
@@ -168,23 +160,6 @@ class Viewer:
         return response
 
 
-def names(request: web.Request) -> list[str]:
-    """The runs that a request names. Raises DataError for too many."""
-    found = request.query.getall("run", [])
-    if len(found) > MAX_RUNS:
-        raise DataError(f"{len(found)} runs at once; {MAX_RUNS} are the most.")
-    return found
-
-
-def number(query: Mapping[str, str], name: str, default: float, least: float, most: float) -> float:
-    """A number of the query, within bounds. Raises DataError for what is no number."""
-    try:
-        value = float(query.get(name, default))
-    except ValueError as error:
-        raise DataError(f"{name} = {query[name]!r} is no number.") from error
-    return min(max(value, least), most) if value == value else default
-
-
 async def index(request: web.Request) -> web.StreamResponse:
     """The page."""
     return web.FileResponse(ASSETS / "index.html", headers={"Cache-Control": "no-cache"})
@@ -209,4 +184,5 @@ def make_app(folder: Path, token: str | None = None) -> web.Application:
     app.router.add_get("/api/metrics", viewer.metric_names)
     app.router.add_get("/api/curves", viewer.curves)
     app.router.add_get("/api/events", viewer.events)
+    RunPages(viewer.folder).add_to(app)
     return app

@@ -99,7 +99,7 @@ class SampleRecord:
     """Why scoring failed."""
     advantage: float | None = None
     policy_version: int | None = None
-    """Updates of the policy, in rollouts trained on, before the sample was made."""
+    """Optimizer steps of the policy before the sample was made."""
     end: str | None = None
     """How generation ended: "completed", "truncated" (at the token limit) or "aborted"; None for latents."""
     counts: Mapping[str, float] = field(default_factory=dict)

@@ -1,10 +1,23 @@
 import { html, render, useEffect, useState } from "./vendor/htm-preact.module.js";
 import { onLive } from "./api.js";
 import { Curves } from "./curves.js";
+import { Details } from "./details.js";
+import { Gallery } from "./gallery.js";
+import { Groups } from "./groups.js";
 import { Message, link, useAddress, useData } from "./page.js";
 import { Runs } from "./runs.js";
+import { Sample } from "./sample.js";
+import { Timeline } from "./timeline.js";
 
-const PAGES = { runs: ["Runs", Runs], curves: ["Curves", Curves] };
+const PAGES = {
+  runs: ["Runs", Runs],
+  curves: ["Curves", Curves],
+  gallery: ["Samples", Gallery],
+  groups: ["Groups", Groups],
+  timeline: ["Timeline", Timeline],
+  details: ["Details", Details],
+  sample: ["One sample", Sample],
+};
 
 function Theme() {
   const [theme, setTheme] = useState(document.documentElement.dataset.theme ?? "");
@@ -45,7 +58,7 @@ function App() {
     <header>
       <a class="brand" href="#/runs">UniRL</a>
       <nav aria-label="Pages">
-        ${Object.entries(PAGES).map(
+        ${Object.entries(PAGES).filter(([name]) => name !== "sample").map(
           ([name, [text]]) =>
             html`<a href=${link(name, kept)} aria-current=${name === page ? "page" : null}>${text}</a>`,
         )}

@@ -5,7 +5,7 @@ import { number } from "./page.js";
 const { uPlot } = globalThis;
 const HEIGHT = 220;
 const NUM_UNDER_CURSOR = 8;
-const hexOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const hexOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // series: [{label, color, y, last, part}]; edges of a band ("low", "high") follow their mean.
 // onZoom gets [from, to], or null for all.

@@ -4,14 +4,14 @@ import { ago, link, number } from "./page.js";
 
 const COLUMNS = [
   ["name", "run"],
-  ["recipe", "recipe"],
-  ["seed", "seed"],
   ["state", "state"],
   ["step", "rollouts"],
   ["reward", "reward"],
   ["eval", "held out"],
   ["num_alarms", "alarms"],
   ["changed", "changed"],
+  ["recipe", "recipe"],
+  ["seed", "seed"],
 ];
 
 export function Runs({ runs, folder }) {
@@ -56,14 +56,14 @@ function Row({ run, chosen, toggle }) {
   return html`<tr>
     <td><input type="checkbox" aria-label=${run.name} checked=${chosen} onChange=${() => toggle(run.name)} /></td>
     <th scope="row"><a href=${link("curves", { run: run.name })}>${run.name}</a></th>
-    <td>${run.recipe}</td>
-    <td class="num">${number(run.seed)}</td>
     <td><span class=${`state ${run.state}`}>${run.state}</span></td>
     <td class="num">${number(run.step)}${run.num_rollouts ? html`<span class="quiet"> / ${run.num_rollouts}</span>` : ""}</td>
     <td class="num">${number(run.reward)}</td>
     <td class="num">${number(run.eval)}${change ? html` <span class="quiet">${change > 0 ? "+" : ""}${number(change, 3)}</span>` : ""}</td>
     <td class="num">${run.num_alarms ? html`<span class="alarm">${run.num_alarms}</span>` : ""}</td>
-    <td>${ago(run.changed)}</td>
+    <td class="once">${ago(run.changed)}</td>
+    <td>${run.recipe}</td>
+    <td class="num">${number(run.seed)}</td>
   </tr>`;
 }
 
