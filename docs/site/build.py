@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "docs" / "api"), str(ROOT / "docs" / "site")]
+sys.path[:0] = [str(ROOT / "docs" / name) for name in ("api", "site", "reference")]
 
 import translations  # noqa: E402
 
@@ -35,6 +35,8 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| \[[^\]]+\]\((?P<page>[^)]+)\) \| (?P<text>.*) \|$")
 OWN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "docs/README.md": "contents.md"}
 """Pages that lie elsewhere in the site than in the repository."""
+BUILT = {f"reference/{name}.md": importlib.import_module(name).page for name in ("recipe_keys", "errors")}
+"""English pages that no file has, after the other pages of their folder."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def gather(language: Language, to: Path) -> list[tuple[str, str]]:
         written.append((page, text))
     if language is ENGLISH:
         written += [(f"api/{name}.md", api.page(name, folder)) for name, folder in api.PACKAGES.items()]
+        written += [(page, make()) for page, make in BUILT.items()]
     for page, text in written:
         (to / page).parent.mkdir(parents=True, exist_ok=True)
         (to / page).write_text(text, encoding="utf-8")
@@ -148,6 +151,10 @@ def navigation(language: Language, pages: list[str]) -> list[dict[str, list[str]
         elif (listed := re.match(r"(?:\| |- )\[[^\]]+\]\((?P<page>[^)#]+)\)", line)) and listed["page"] in left:
             tabs[title].append(listed["page"])
             left.remove(listed["page"])
+    for page in BUILT:
+        if page in left:
+            next(listed for listed in tabs.values() if listed[-1].startswith("reference/")).append(page)
+            left.remove(page)
     for name, title in language.tabs.items():
         tabs[title] = sorted(page for page in left if page.split("/")[0].removesuffix(".md") == name)
         left -= set(tabs[title])

@@ -1,5 +1,6 @@
 """The site builds from the pages, with every link between them, and its sources for language models."""
 
+import ast
 import importlib
 import subprocess
 import sys
@@ -15,6 +16,7 @@ def script(monkeypatch):
     """Imports a script of docs/site."""
     monkeypatch.syspath_prepend(ROOT / "docs" / "site")
     monkeypatch.syspath_prepend(ROOT / "docs" / "api")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "reference")
     return importlib.import_module
 
 
@@ -30,6 +32,24 @@ def test_the_site_builds_and_its_links_hold(tmp_path):
     assert "(guides/own_reward.md): " in contents and contents.startswith("# UniRL\n\n> ")
     assert len((site / "llms-full.txt").read_text()) > len(contents)
     assert not [page for page in site.glob("**/*.html") if "https://fonts" in page.read_text()]
+
+
+def test_every_message_is_in_the_index_of_errors(script):
+    errors = script("errors")
+    page = errors.page()
+    kinds = {message.kind for message in errors.messages()}
+    assert kinds == {errors.FINDINGS, *errors.KINDS}
+    assert "view takes one folder of runs, or none for runs/, and no recipe. | `unirl.app.without_recipe`" in page
+    assert errors._text(ast.parse('f"{name} = {1 + 1}: not a size of the model"', mode="eval").body) == (
+        "{name} = {1 + 1}: not a size of the model"
+    )
+    assert errors._text(ast.parse('f"{a}{b}"', mode="eval").body) is None
+
+
+def test_every_key_of_a_recipe_has_its_default_and_meaning(script):
+    page = script("recipe_keys").page()
+    assert "| `keep_last` | `PositiveInt` | `2` | Number of newest checkpoints to keep. |" in page
+    assert "| `engine` | class | `null` |" in page and "A kind of `unirl.rollout.engine.base.BaseRolloutEngine`" in page
 
 
 def test_a_link_between_pages_becomes_one_of_the_site(script):
