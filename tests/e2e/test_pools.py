@@ -73,7 +73,13 @@ def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_w
     own = {step: comparable(metrics) for step, metrics in together.items()}
     # A gap is measured by a replay, whose rows are other than a rollout's: products may take other kernels.
     of_machine = ("sync/seconds", "utilisation", "sync/logprob_gap_max", "sync/logprob_gap_mean")
-    of_machine += ("schedule/requests_waiting", "schedule/concurrency", "schedule/wall_s", "idle_s")
+    of_machine += (
+        "schedule/requests_waiting",
+        "schedule/concurrency",
+        "schedule/wall_s",
+        "idle_s",
+        "schedule/push_wait_s",
+    )
     for step, metrics in own.items():
         found = apart[str(step)]
         assert set(found) == set(metrics)

@@ -116,6 +116,7 @@ class Made:
         evaluation: dict[str, Any] | None = None,
         num_prompts: int = 40,
         order: Any = None,
+        requests_at_once: int | None = None,
         guardrails: GuardrailConfig = NO_ALARMS,
         **settings: Any,
     ) -> None:
@@ -132,17 +133,15 @@ class Made:
             backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-2))
             correction = RolloutCorrection(upper=1.5) if max_staleness else None
             algorithm = DiffusionGRPO(FieldPipeline(bundle.model), backend, rollout_correction=correction)
-            engine = CopyEngine(bundle.model)
             return {
                 "backend": backend,
-                "engine": engine,
-                "sync": CopySync(bundle.model, backend, engine),
+                **self.sampling_parts(bundle.model, backend),
                 "stack": Seen(backend, algorithm, micro_batch_size=4),
                 "reward": BrightnessReward(fails, self.events),
                 "checkpointer": Checkpointer(backend, str(folder / "checkpoints"), keep_last=3),
             }
 
-        self.runtime = LocalRuntime(build)
+        self.runtime: Any = self.started(build)
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 4, "batch_size": 4, **(evaluation or {})}
         config = EvaluationConfig(**options)
@@ -152,6 +151,7 @@ class Made:
                 AsyncTrainer,
                 max_staleness=max_staleness,
                 groups_per_request=groups_per_request,
+                requests_at_once=requests_at_once,
                 log=OrderLog(folder / REQUESTS),
                 order=order,
             )
@@ -175,6 +175,15 @@ class Made:
             collects_ahead=max_staleness is not None,
             max_staleness=max_staleness or 0,
         )
+
+    def sampling_parts(self, model: Any, backend: FSDPBackend) -> dict[str, Any]:
+        """What samples, and what pushes to it."""
+        engine = CopyEngine(model)
+        return {"engine": engine, "sync": CopySync(model, backend, engine)}
+
+    def started(self, build: Any) -> Any:
+        """The workers."""
+        return LocalRuntime(build)
 
     def part(self, name: str) -> Any:
         """A component itself."""
@@ -294,7 +303,8 @@ def test_a_repeated_order_gives_the_same_metrics_and_weights_at_any_speed(tmp_pa
     if is_slow:
         own.part("engine").then = lambda rollout_id: time.sleep(0.05)
     own.trainer.run()
-    assert list(read_order(tmp_path / "own" / REQUESTS, **sizes).values()) == versions
+    found = read_order(tmp_path / "own" / REQUESTS, **sizes)
+    assert [begun.version for begun in found.values()] == versions
     again = Made(
         tmp_path / "again",
         2,

@@ -150,6 +150,16 @@ def test_where_no_member_has_the_old_weights_one_gets_the_new_ones(caplog: pytes
         assert "no member of writers has the weights that were pushed last; member 0 gets newer ones" in caplog.text
 
 
+def test_where_all_members_die_after_training_has_begun_they_do_not_wait_for_each_other() -> None:
+    members = [LocalMember(number) for number in range(2)]
+    with pool_of(*members, rows=2) as pool:
+        outdated(pool, version=3)
+        for member in members:
+            member.deadly = {"s0", "s2"}
+        made = rewards(pool)
+        assert {value % 100 for value in made} == set(range(8)) and {value // 100 for value in made} <= {3, 4}
+
+
 def test_a_member_that_joins_after_training_gets_the_push_that_follows() -> None:
     members = [LocalMember(0), LocalMember(1)]
     with pool_of(*members, start=1) as pool:

@@ -186,3 +186,115 @@ def test_dealing_calls_compares_no_member_with_every_running_call():
     pool = pool_of(*[Compared(pid) for pid in range(100)])
     assert len(asked(pool, 400)) == 400
     assert Compared.num_compared < 400, "100 members times the calls that run would be thousands for each call"
+
+
+class Door:
+    """A gate that the test opens."""
+
+    def __init__(self):
+        self.is_open, self.begun, self.over = False, [], []
+        self.error: Any = None
+
+    def may_begin(self, number):
+        return self.is_open
+
+    def begin(self, number):
+        if self.is_open:
+            self.begun.append(number)
+        return self.is_open
+
+    def ended(self, number, *, is_answered):
+        self.over.append((number, is_answered))
+
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
+
+def in_a_thread(work):
+    """Start it; returns what waits for what it gives, or raises what it raises."""
+    found: list[Any] = []
+
+    def run():
+        try:
+            found.append(work())
+        except ContractError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result():
+        thread.join(60)
+        assert found, "it waits"
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    return result
+
+
+def gated(pool, numbers, gate, at_once=1):
+    return dict(pool.answers(numbers, lambda number: number, lambda answer: answer, at_once, gate))
+
+
+def test_calls_of_several_threads_begin_in_the_order_of_the_threads_and_fill_every_member():
+    class Held(FakeMember):
+        def call(self, message):
+            begun.append(message)
+            if len(begun) == 3:
+                three.set()
+            assert may_end.wait(60)
+            return super().call(message)
+
+    begun: list[Any] = []
+    three, may_end = threading.Event(), threading.Event()
+    pool = pool_of(Held(1), Held(2), Held(3))
+    first = in_a_thread(lambda: gated(pool, [0, 1], Opened()))
+    while len(begun) < 2:
+        pass
+    second = in_a_thread(lambda: gated(pool, [10, 11, 12], Opened()))
+    assert three.wait(60) and sorted(begun) == [0, 1, 10], "the third member does not wait for the first request"
+    may_end.set()
+    assert set(first()) == {0, 1} and set(second()) == {10, 11, 12}
+    assert begun[3:] == [11, 12]
+
+
+class Opened(Door):
+    def __init__(self):
+        super().__init__()
+        self.is_open = True
+
+
+def test_calls_wait_for_their_gate_while_those_of_others_pass():
+    member = FakeMember(1)
+    pool, door = pool_of(member), Door()
+    waits = in_a_thread(lambda: gated(pool, [0, 1], door))
+    assert set(asked(pool, 3)) == {0, 1, 2} and not door.begun
+    door.is_open = True
+    pool.wake()
+    assert set(waits()) == {0, 1} and door.begun == [0, 1] and door.over == [(0, True), (1, True)]
+    closed = Door()
+    ends = in_a_thread(lambda: gated(pool, [0], closed))
+    closed.error = ContractError("the run ends")
+    pool.wake()
+    with pytest.raises(ContractError, match="the run ends"):
+        ends()
+
+
+def test_a_call_whose_member_died_has_begun_twice_and_is_answered_once():
+    pool, door = pool_of(FakeMember(1, {0}), FakeMember(2)), Opened()
+    assert set(gated(pool, [0, 1, 2], door)) == {0, 1, 2}
+    assert sorted(door.begun) == [0, 0, 1, 2]
+    assert sorted(door.over) == [(0, False), (0, True), (1, True), (2, True)]
+
+
+def test_a_message_that_cannot_be_made_leaves_its_member_free():
+    pool, door = pool_of(FakeMember(1)), Opened()
+
+    def prepare(number):
+        raise ContractError("no such sample")
+
+    with pytest.raises(ContractError, match="no such sample"):
+        list(pool.answers([0], prepare, lambda answer: answer, 1, door))
+    assert door.over == [(0, False)] and set(asked(pool, 2)) == {0, 1}

@@ -241,6 +241,9 @@ class Schedule:
     """Versions by which the weights that train may be newer than those that a sample began with; None: 1 of async."""
     groups_per_request: PositiveInt | None = None
     """Prompts that the engine is asked for at once; None: those of a rollout. New weights are taken in between."""
+    requests_at_once: PositiveInt | None = None
+    """Requests that engines of served pools have at most, so that members which are done with one begin the next; None:
+    all that `max_staleness` allows. Other engines take one."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unirl.distributed.held import Held
+from unirl.distributed.pools.gates import Gates
+from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Usage
@@ -86,6 +88,18 @@ class WorkerGroups(Runtime):
 
     def take_spans(self) -> list[Span]:
         return [span for runtime in self._groups for span in runtime.take_spans()]
+
+    def deal_by(self, gates: Gates) -> bool:
+        engines = self._with_engines()
+        if not all(isinstance(runtime, ServedPool) for runtime in engines):
+            return False
+        return all([runtime.deal_by(gates) for runtime in engines])
+
+    def _with_engines(self) -> list[Runtime]:
+        """The groups that generate."""
+        if "engine" in self._led:
+            return [runtime for runtime in self._groups if runtime.has_role("engine")]
+        return [self._elsewhere.get("engine", self._main)]
 
     def scale(self, sizes: Mapping[str, int]) -> None:
         unknown = sorted(set(sizes) - set(self._pools))

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar, overload
 from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_arguments, shard_ranks
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.held import Future, Held
+from unirl.distributed.pools.gates import Gates
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
@@ -340,6 +341,11 @@ class Runtime(ABC):
             f"{size} members are asked for, but these workers are an even pool, whose size is the recipe's. Only "
             "served pools are scaled (pools.<name>.served)."
         )
+
+    def deal_by(self, gates: Gates) -> bool:
+        """Let gates say when the calls of requests with a number begin. False, and nothing has changed, if engines take
+        one request at a time: they are not all in served pools."""
+        return False
 
     def scale(self, sizes: Mapping[str, int]) -> None:
         """`resize` of pools by name. Raises ConfigError for a pool that is not there."""

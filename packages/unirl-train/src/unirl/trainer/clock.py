@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -20,8 +21,8 @@ LEARNER = "learner"
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases. Phases do not nest; those of two threads may overlap, and then CPU seconds
-    count for both.
+    """Adds up the seconds of named phases. Phases do not nest. Those of several threads may overlap: seconds count once
+    for each name, and CPU seconds for every name that is under way.
 
     observer: context entered around every phase, given its name (benchmarks count operations with it).
     """
@@ -33,6 +34,9 @@ class PhaseClock:
         self.wall_s: dict[str, float] = {}
         self.cpu_s: dict[str, float] = {}
         self._step: dict[str, float] = {}
+        self._under_way: Counter[str] = Counter()
+        self._counted: dict[str, tuple[float, float]] = {}
+        """Wall and CPU time up to which a phase that is under way is counted."""
         self._adding = threading.Lock()
         self.spans = SpanLog()
         """Every phase, when it was."""
@@ -59,18 +63,26 @@ class PhaseClock:
 
     @contextmanager
     def _timed(self, name: str) -> Generator[None]:
-        begin, cpu = time.monotonic(), time.process_time()
+        begin = time.monotonic()
+        self._count(name, 1)
         try:
             with nullcontext() if self.observer is None else self.observer(name):
                 yield
         finally:
-            end, cpu = time.monotonic(), time.process_time() - cpu
-            wall = end - begin
-            self.spans.add(Span(LANES.get(name, LEARNER), name, begin, end, self._thread.facts))
-            with self._adding:
+            self.spans.add(Span(LANES.get(name, LEARNER), name, begin, time.monotonic(), self._thread.facts))
+            self._count(name, -1)
+
+    def _count(self, name: str, change: int) -> None:
+        """Add what has passed of a phase, which one more thread begins or ends."""
+        with self._adding:
+            now = time.monotonic(), time.process_time()
+            if self._under_way[name]:
+                wall, cpu = (after - before for after, before in zip(now, self._counted[name], strict=True))
                 self.wall_s[name] = self.wall_s.get(name, 0.0) + wall
                 self.cpu_s[name] = self.cpu_s.get(name, 0.0) + cpu
                 self._step[name] = self._step.get(name, 0.0) + wall
+            self._counted[name] = now
+            self._under_way[name] += change
 
     @property
     def training_cpu_s(self) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -16,6 +17,7 @@ from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.held import Held
+from unirl.distributed.pools.gates import Gates
 from unirl.distributed.runtime import Runtime
 from unirl.train.names import joined
 from unirl.trainer.balance import balanced_order
@@ -79,7 +81,8 @@ class Collector(Generic[ParamsT]):
     A rollout is unfinished from its first request until `finished` is called. `state_dict` is the state before the
     oldest unfinished one, so a resumed run collects that again and loses no prompts.
     One thread may generate, another one score, a third make rollouts of what was scored (`ready`). A refill generates
-    from the second; `engine_in_use` is held while the engine does, and by who pushes to it.
+    from the second; `engine_in_use` is held while the engine does, and by who pushes to it. Requests with a number are
+    held up by their gates instead.
     """
 
     def __init__(
@@ -127,6 +130,10 @@ class Collector(Generic[ParamsT]):
         """Prepare the engine for the run. Called once, before training or resuming."""
         self._modality.prepare(self._runtime, self._data, self._sampling, evaluator)
 
+    def deal_by(self, gates: Gates) -> bool:
+        """True if the calls of requests with a number begin as the gates say, see `Runtime.deal_by`."""
+        return self._runtime.deal_by(gates)
+
     def collect(self, rollout_id: int, *, show: Show | None = None) -> ScoredRollout:
         """One rollout, scored and selected; raises what `sampled` raises."""
         return self.ready(rollout_id, [self.sampled(rollout_id, self._settings.batch_size)], show=show)
@@ -138,11 +145,21 @@ class Collector(Generic[ParamsT]):
 
     def generated(self, rollout_id: int, num_prompts: int) -> Held:
         """The first half of `sampled`: samples without rewards."""
+        return self.made(self.asked(rollout_id, num_prompts))
+
+    def asked(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+        """A request for the next prompts, of a rollout or a part of one."""
         with self._clock.phase("other"), self._asking:
             self._unfinished.setdefault(rollout_id, self._request_state())
             rows = self._distinct(self._data.next(num_prompts), rollout_id)
-            req = self._modality.request(self._runtime, rows, self._sampling, rollout_id)
-        return self._generated(req)
+        with self._clock.phase("other"):
+            return self._modality.request(self._runtime, rows, self._sampling, rollout_id)
+
+    def made(self, req: RolloutReq) -> Held:
+        """The samples of a request. Of requests with a number (`RolloutReq.number`) several may be made at once, each
+        in a thread."""
+        with self.engine_in_use if req.number is None else nullcontext(), self._clock.phase("rollout"):
+            return self._landed(self._engine.generate(req, policy=self.rollout_policy))
 
     def scored(self, rollout_id: int, resp: Held) -> ScoredGroups:
         """The second half of `sampled`: rewards, and other groups for those without."""
@@ -183,10 +200,6 @@ class Collector(Generic[ParamsT]):
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
-    def _generated(self, req: RolloutReq) -> Held:
-        with self.engine_in_use, self._clock.phase("rollout"):
-            return self._landed(self._engine.generate(req, policy=self.rollout_policy))
-
     def _scored(self, resp: Held) -> tuple[Held, dict[str, float]]:
         """A response with rewards in the scored track and its ancestors, and the slowest worker's scoring metrics."""
         with self._clock.phase("reward"):
@@ -216,7 +229,7 @@ class Collector(Generic[ParamsT]):
             kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
             with self._clock.phase("other"):
                 req = self._fresh_groups(rollout_id, len(dropped))
-            fresh, measured = self._scored(self._generated(req))
+            fresh, measured = self._scored(self.made(req))
             if not kept:
                 held.release()
             pieces = [

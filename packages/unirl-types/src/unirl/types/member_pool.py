@@ -6,9 +6,9 @@ import logging
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
@@ -77,8 +77,71 @@ class Member(Protocol):
 MemberT = TypeVar("MemberT", bound=Member)
 
 
+class Gate(Protocol):
+    """Says when numbered calls may begin, and hears when they do. The pool asks it under a lock, so it calls no pool;
+    whoever opens it calls `MemberPool.wake`."""
+
+    def may_begin(self, number: int) -> bool:
+        """True if the call could begin now."""
+        ...
+
+    def begin(self, number: int) -> bool:
+        """True if the call begins now; it is under way until `ended`."""
+        ...
+
+    def ended(self, number: int, *, is_answered: bool) -> None:
+        """A call that had begun is over. It begins again if it is not answered because its member died."""
+        ...
+
+    def check(self) -> None:
+        """Raise what ends all these calls early."""
+        ...
+
+
+class OpenGate:
+    """Lets every call begin. Implements Gate."""
+
+    def may_begin(self, number: int) -> bool:
+        return True
+
+    def begin(self, number: int) -> bool:
+        return True
+
+    def ended(self, number: int, *, is_answered: bool) -> None:
+        """Nothing waits for it."""
+
+    def check(self) -> None:
+        """Nothing ends them."""
+
+
+OPEN = OpenGate()
+
+
+@dataclass(eq=False)
+class _Caller:
+    """The calls of one `answers` that have not begun."""
+
+    todo: deque[int]
+    at_once: int
+    gate: Gate
+    ended: queue.SimpleQueue[Future[Any] | None]  # Any: AnswerT
+    """Its calls that have ended; None where something else may let the next one begin."""
+
+    @property
+    def waits_for_a_member(self) -> bool:
+        return any(self.gate.may_begin(number) for number in self.todo)
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """What a call gives whose member died."""
+
+    error: WorkerError
+
+
 class MemberPool(Generic[MemberT]):
-    """The members. Its methods but `post` are called from one thread; members work in others.
+    """The members, which work in threads. `answers`, `post` and `wake` may be called from several threads at once; all
+    else from one, while no calls run.
 
     restore: gives a process that has just started the present weights, and proves them. What each method raises of a
     member: see `Member`.
@@ -89,8 +152,14 @@ class MemberPool(Generic[MemberT]):
         self._restore = restore
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "unirl-member")
         self._healing: dict[Future[Any], MemberT] = {}  # Any: None
-        self._left: Collection[Future[Any]] = ()
+        self._left: list[Future[Any]] = []
         """Calls that still run although another one has failed."""
+        self._changing = threading.RLock()
+        """Guards the members, what they do, and who waits for them."""
+        self._calls: Counter[MemberT] = Counter()
+        """Calls that run."""
+        self._callers: list[_Caller] = []
+        """Those who have calls to make, in the order in which they came."""
         self._starting = threading.Lock()
         self._is_stopped = False
         self._reported = set[MemberT]()
@@ -143,65 +212,130 @@ class MemberPool(Generic[MemberT]):
         prepare: Callable[[int], Message],
         read: Callable[[Message], AnswerT],
         at_once: int = 1,
+        gate: Gate = OPEN,
     ) -> Generator[tuple[int, AnswerT]]:
         """The answer to each of some numbered calls as it comes, with its number; every call has exactly one.
 
         A call goes to the member that is free first, of several to the one with the least to do. Those of a member
-        that dies go to the others.
+        that dies go to the others. Where several threads ask, calls begin in the order in which the threads came.
         at_once: calls that a member has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
         a member is free. read: of an answer, in a thread, while the member's files are there.
         """
         wait(self._left)
-        todo, losses = deque(numbers), dict.fromkeys(numbers, 0)
-        messages: dict[int, Message] = {}
-        running: dict[Future[Any], tuple[int, MemberT]] = {}  # Any: AnswerT
-        calls: Counter[MemberT] = Counter()
+        losses, messages = dict.fromkeys(numbers, 0), dict[int, Message]()
+        running: dict[Future[Any], int] = {}  # Any: AnswerT
         finished: deque[tuple[int, AnswerT]] = deque()
-        # With hundreds of members, asking every running call after each answer would take longer than the calls.
-        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()  # Any: AnswerT, or None of a replacement
-        watched = set[Future[Any]]()  # Any: None
+        own = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
+        with self._changing:
+            self._callers.append(own)
         try:
-            while todo or running or finished:
-                self._replace_dead(calls)
-                while todo and (member := self._least_busy(calls, at_once)):
-                    number = todo.popleft()
-                    if number not in messages:
-                        messages[number] = prepare(number)
-                    future = self._threads.submit(_asked, member, messages[number], read)
-                    running[future] = (number, member)
-                    calls[member] += 1
-                    future.add_done_callback(ended.put)
-                for future in self._healing.keys() - watched:
-                    watched.add(future)
-                    future.add_done_callback(ended.put)
+            while own.todo or running or finished:
+                gate.check()
+                self._take_back_healed()
+                self._replace_dead()
+                while claimed := self._claimed(own):
+                    number, member = claimed
+                    try:
+                        if number not in messages:
+                            messages[number] = prepare(number)
+                        future = self._threads.submit(self._asked, member, messages[number], read, own, number)
+                    except BaseException:
+                        self._ended(member, own, number, is_answered=False)
+                        raise
+                    running[future] = number
+                    future.add_done_callback(own.ended.put)
                 while finished:  # what the caller does with them, it does while the members work
                     yield finished.popleft()
-                if not todo and not running:
+                if not own.todo and not running:
                     break  # those who replace the dead are not waited for
-                for future in _all_of(ended) if running or self._healing else ():
-                    if future in self._healing:
-                        self._healed(future)
-                    if future not in running:
+                for future in _all_of(own.ended) if running or self._will_wake(own) else ():
+                    if future is None:
                         continue
-                    number, member = running.pop(future)
-                    calls[member] -= 1
-                    try:
-                        finished.append((number, future.result()))
+                    number, answer = running.pop(future), future.result()
+                    if not isinstance(answer, _Lost):
+                        finished.append((number, answer))
                         del messages[number]
-                    except WorkerError as error:
-                        losses[number] += 1
-                        if member.is_alive or losses[number] >= _MAX_LOSSES:
-                            raise
-                        self._report(member, f"{error}\nIts samples go to the others.")
-                        todo.appendleft(number)
+                        continue
+                    losses[number] += 1
+                    if losses[number] >= _MAX_LOSSES:
+                        raise answer.error
+                    own.todo.appendleft(number)
         finally:
-            self._left = list(running)
+            with self._changing:
+                self._callers.remove(own)
+                self._left = [future for future in (*self._left, *running) if not future.done()]
+            self._wake_next()
+
+    def wake(self) -> None:
+        """Look again which calls may begin; called when a gate has opened."""
+        with self._changing:
+            for caller in self._callers:
+                caller.ended.put(None)
+
+    def _claimed(self, own: _Caller) -> tuple[int, MemberT] | None:
+        """The next call of a caller, and who gets it; None if no member is free, or others come first."""
+        with self._changing:
+            if not self._is_next(own) or (member := self._least_busy(own.at_once)) is None:
+                return None
+            number = next((number for number in own.todo if own.gate.begin(number)), None)
+            if number is None:
+                return None
+            own.todo.remove(number)
+            self._calls[member] += 1
+            if not own.waits_for_a_member:
+                self._wake_next()
+            return number, member
+
+    def _is_next(self, own: _Caller) -> bool:
+        """True if no one who came before has a call that could begin."""
+        for caller in self._callers:
+            if caller is own:
+                return True
+            if caller.waits_for_a_member:
+                return False
+        return True
+
+    def _wake_next(self) -> None:
+        """Tell the first one whose call could begin, if it has a member."""
+        with self._changing:
+            caller = next((each for each in self._callers if each.waits_for_a_member), None)
+            if caller is not None:
+                caller.ended.put(None)
+
+    def _will_wake(self, own: _Caller) -> bool:
+        """True if something will happen that this caller is told of."""
+        with self._changing:
+            is_due = self._is_next(own) and own.waits_for_a_member
+            return not is_due or bool(self._healing) or any(self._calls.values())
+
+    def _asked(
+        self, member: MemberT, message: Message, read: Callable[[Message], AnswerT], caller: _Caller, number: int
+    ) -> AnswerT | _Lost:
+        is_answered = False
+        try:
+            answer = read(member.call(message))
+            is_answered = True
+        except WorkerError as error:
+            if member.is_alive:
+                raise
+            self._report(member, f"{error}\nIts samples go to the others.")
+            return _Lost(error)
+        finally:
+            self._ended(member, caller, number, is_answered=is_answered)
+        return answer
+
+    def _ended(self, member: MemberT, caller: _Caller, number: int, *, is_answered: bool) -> None:
+        with self._changing:
+            self._calls[member] -= 1
+        caller.gate.ended(number, is_answered=is_answered)
+        self._wake_next()
 
     def heal(self) -> None:
         """Return when a living process with the present weights has replaced every dead one."""
         self._replace_dead()
         for future in list(self._healing):
             self._healed(future)
+        self.wake()
 
     def join(self, member: MemberT) -> None:
         """Give a new member the present weights, prove it, and let it work.
@@ -214,7 +348,9 @@ class MemberPool(Generic[MemberT]):
         except UniRLError:
             member.stop()
             raise
-        self._members.append(member)
+        with self._changing:
+            self._members.append(member)
+        self.wake()
 
     def leave(self, member: MemberT) -> None:
         """Stop a member, which has answered its calls. Raises ConfigError for the last one."""
@@ -223,7 +359,8 @@ class MemberPool(Generic[MemberT]):
         wait(self._left)
         for future in [future for future, own in self._healing.items() if own is member]:
             self._healed(future)
-        self._members.remove(member)
+        with self._changing:
+            self._members.remove(member)
         member.stop()
 
     def stop(self) -> None:
@@ -234,24 +371,32 @@ class MemberPool(Generic[MemberT]):
             member.stop()
         self._threads.shutdown(cancel_futures=True)
 
-    def _least_busy(self, calls: Mapping[MemberT, int], at_once: int) -> MemberT | None:
-        """The first living member with the fewest calls, if that is fewer than `at_once`. calls: those that run."""
+    def _least_busy(self, at_once: int) -> MemberT | None:
+        """The first living member with the fewest calls, if that is fewer than `at_once`."""
         healing = set(self._healing.values())
         found, fewest = None, at_once
         for member in self._members:
-            num = calls.get(member, 0)
+            num = self._calls[member]
             if num < fewest and member.is_alive and member not in healing:
                 if not num:
                     return member
                 found, fewest = member, num
         return found
 
-    def _replace_dead(self, calls: Mapping[MemberT, int] = MappingProxyType({})) -> None:
+    def _replace_dead(self) -> None:
         """Begin to replace the dead; not those with calls that run, whose answers may still be read."""
-        for member in self._members:
-            if not member.is_alive and not calls.get(member) and member not in self._healing.values():
-                self._report(member, f"{member.name}: {member.death}")  # no call may have met its death
-                self._healing[self._threads.submit(self._replace, member)] = member
+        with self._changing:
+            healing = set(self._healing.values())
+            for member in self._members:
+                if not member.is_alive and not self._calls[member] and member not in healing:
+                    self._report(member, f"{member.name}: {member.death}")  # no call may have met its death
+                    future = self._threads.submit(self._replace, member)
+                    self._healing[future] = member
+                    future.add_done_callback(lambda _: self.wake())
+
+    def _take_back_healed(self) -> None:
+        for future in [future for future in list(self._healing) if future.done()]:
+            self._healed(future)
 
     def _report(self, member: MemberT, text: str) -> None:
         """Say how a process ended, once, not for each of its calls."""
@@ -280,18 +425,17 @@ class MemberPool(Generic[MemberT]):
                 return
 
     def _healed(self, future: Future[Any]) -> None:
-        """Wait for a replacement. Raises what it raised."""
-        del self._healing[future]
-        future.result()
+        """Wait for a replacement. Raises what it raised, to one of those who wait for it."""
+        wait([future])
+        with self._changing:
+            is_mine = self._healing.pop(future, None) is not None
+        if is_mine:
+            future.result()
 
 
-def _all_of(ended: queue.SimpleQueue[Future[Any]]) -> list[Future[Any]]:  # Any: as in `MemberPool.answers`
+def _all_of(ended: queue.SimpleQueue[Future[Any] | None]) -> list[Future[Any] | None]:  # Any: as in `_Caller`
     """All that have ended; waits for the first."""
     found = [ended.get()]
     while not ended.empty():
         found.append(ended.get())
     return found
-
-
-def _asked(member: MemberT, message: Message, read: Callable[[Message], AnswerT]) -> AnswerT:
-    return read(member.call(message))

@@ -68,6 +68,9 @@ class RolloutReq(Batch):
     """Shape of ONE latent."""
     rollout_id: int = shared(default=0)
     """Which rollout of the run this is; part of every noise id."""
+    number: int | None = shared(default=None)
+    """The request among several that a served pool has at once: when its calls begin is decided for each
+    (`unirl.distributed.pools.gates`). None: they begin as soon as a member is free."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

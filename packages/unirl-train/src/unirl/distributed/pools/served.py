@@ -18,12 +18,13 @@ from unirl.distributed.dispatch import HeldKey, collected, num_samples
 from unirl.distributed.exchange import plan_shards
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.held import Future, Held
+from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Usage
 from unirl.types.errors import ConfigError, ContractError, WorkerError
-from unirl.types.member_pool import Member, MemberPool
+from unirl.types.member_pool import OPEN, Gate, Member, MemberPool
 from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutReq, RolloutResp
 
@@ -96,6 +97,7 @@ class ServedPool(Runtime):
         self._store = store
         self._num_devices = num_devices
         self._rows_per_call = rows_per_call
+        self._gates: Gates | None = None
         self._shelf = Shelf(store)
         self._check_size(num_members)
         self._members = {number: make(number) for number in range(num_members)}
@@ -154,6 +156,19 @@ class ServedPool(Runtime):
 
     # Calls --------------------------------------------------------------------------------------------------------
 
+    def deal_by(self, gates: Gates) -> bool:
+        """See Runtime; calls of requests with a number begin as the gates say."""
+        self._gates = gates
+        gates.add_pool(self._pool.wake)
+        return True
+
+    def _gate(self, request: RolloutReq, num_calls: int) -> Gate:
+        if request.number is None:
+            return OPEN
+        if self._gates is None:
+            raise ContractError(f"request {request.number} has a number, and the pool {self.name} no gates")
+        return self._gates.of(request.number, self.name, num_calls)
+
     def submit(
         self,
         role: str,
@@ -210,7 +225,8 @@ class ServedPool(Runtime):
             )
             for call in range(len(bounds))
         ]
-        answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer))
+        gate = self._gate(request, len(asks))
+        answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate))
         found = [answers[call] for call in range(len(asks))]
         if collect is not Collect.HOLD:
             return collected(collect, found)

@@ -58,6 +58,8 @@ class ServedSyncs:
         self._is_outdated = False
         """True from the beginning of training to the next push."""
         self._next_push = threading.Event()
+        self._waiting: set[WorkerMember] = set()
+        """Members that wait for the next push."""
         for pushed in self._pools:
             pushed.pool.restored = lambda member, pushed=pushed: self._restore(pushed, member)
 
@@ -111,8 +113,16 @@ class ServedSyncs:
         """Wait for the next push, which brings the weights; False if no other member lives to do the work meanwhile."""
         if member not in pool.members:
             return True  # it joins between two requests, before a push
+        self._waiting.add(member)
+        try:
+            return self._is_pushed_to_all(pool, member)
+        finally:
+            self._waiting.discard(member)
+
+    def _is_pushed_to_all(self, pool: ServedPool, member: WorkerMember) -> bool:
         while not self._next_push.wait(POLL_S):
-            if not any(other.is_alive for other in pool.members if other is not member):
+            if not any(other.is_alive for other in pool.members if other not in self._waiting):
+                self._waiting.discard(member)  # the others wait for this one, or for the push
                 logger.warning(
                     "no member of %s has the weights that were pushed last; %s gets newer ones", pool.name, member.name
                 )

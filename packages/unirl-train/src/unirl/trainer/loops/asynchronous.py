@@ -8,18 +8,19 @@
 
 Slots (`unirl.trainer.loops.slots`) bound how far the engine is ahead: with `max_staleness: 0` a rollout is asked for
 when the one before is trained on, and the run has the bits of the synchronous loop. New weights reach the engine
-between two of its requests; an evaluation has engine and reward to itself.
+between two of its requests; served pools of engines, which have several requests at once, between two calls of their
+members (`unirl.trainer.loops.calls`). An evaluation has engine and reward to itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from unirl.distributed.busy_clock import BusyClock
@@ -27,7 +28,8 @@ from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import ScoredGroups
 from unirl.trainer.guardrails import PARTS, WALL_S
-from unirl.trainer.loops.order import OrderLog
+from unirl.trainer.loops.calls import CallOrder, CallsEndedError
+from unirl.trainer.loops.order import Begun, OrderLog
 from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.heartbeat import Activity
@@ -43,7 +45,9 @@ class AsyncTrainer(Trainer):
 
     groups_per_request: prompts of one request; None: all of a rollout. Smaller ones are fresher and let engine and
     reward overlap more, larger ones fill the engine better.
-    log, order: write down, and repeat, with which version of the weights each request begins; see
+    requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
+        take one, and a repeated order as many as it needs.
+    log, order: write down, and repeat, with which version of the weights each request and its calls begin; see
         `unirl.trainer.loops.order`.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
     """
@@ -54,8 +58,9 @@ class AsyncTrainer(Trainer):
         *,
         max_staleness: int,
         groups_per_request: int | None = None,
+        requests_at_once: int | None = None,
         log: OrderLog | None = None,
-        order: Mapping[int, int] | None = None,
+        order: Mapping[int, Begun] | None = None,
         **parts: Any,  # Any: as Trainer
     ) -> None:
         super().__init__(settings, **parts)
@@ -67,10 +72,19 @@ class AsyncTrainer(Trainer):
         self._changed = threading.Condition()
         """Guards what follows; notified when any of it changes."""
         self._slots: Slots[ScoredGroups] = Slots(settings.batch_size // self._groups_per_request, max_staleness)
+        most = self._slots.capacity
+        self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
+        self._calls = CallOrder(self._changed, order)
+        self._is_shared = False
+        """True if the engine takes several requests at once, whose calls begin as `_calls` says."""
+        self._admitting = threading.Lock()
+        """Held by the thread that asks for the next prompts."""
         self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
         self._working: set[str] = set()
-        """What is in a request: "engine", "reward"."""
-        self._activity = {name: Activity() for name in ("engine", "reward")}
+        """What is in a request: "engine", "reward". An engine with several requests: while it is asked for one."""
+        self._activity: list[tuple[str, Activity]] = []
+        """What each thread does, with the name of its part."""
+        self._push_wait_s = 0.0
         self._held_up = {"engine"}
         """What begins no request: the engine until the first push, and both from an evaluation to the next push."""
         self._ends = False
@@ -87,6 +101,7 @@ class AsyncTrainer(Trainer):
             if rollout_id > self._slots.version:
                 self._slots.free()
             self._held_up.clear()
+        self._calls.open(self._slots.version)
         slots = self._oldest()
         with self._busy["learner"].call(), self._clock.about(rollout=rollout_id):
             groups = [slot.item for slot in slots if slot.item is not None]
@@ -98,7 +113,9 @@ class AsyncTrainer(Trainer):
     def _loop(self) -> None:
         self._slots.start(self._done)
         self._measured_at = time.monotonic()
-        threads = [threading.Thread(target=self._repeat, args=(work,)) for work in (self._generate, self._score)]
+        self._is_shared = self.collector.deal_by(self._calls)
+        generate = [self._generate_among_others] * self._requests_at_once if self._is_shared else [self._generate]
+        threads = [threading.Thread(target=self._repeat, args=(work,)) for work in (*generate, self._score)]
         for thread in threads:
             thread.start()
         try:
@@ -106,6 +123,7 @@ class AsyncTrainer(Trainer):
         finally:
             with self._change():
                 self._ends = True
+            self._calls.end()
             for thread in threads:
                 thread.join()
             for left in (*self._slots.clear(), *(resp for _, resp in self._unscored)):
@@ -117,41 +135,72 @@ class AsyncTrainer(Trainer):
 
     # Threads of engine and reward ---------------------------------------------------------------------------------
 
-    def _repeat(self, work: Callable[[], bool]) -> None:
+    def _repeat(self, work: Callable[[Activity], bool]) -> None:
         """Work until the end; what it raises ends the run."""
+        activity = Activity()
+        self._activity.append(("reward" if work == self._score else "engine", activity))
         try:
-            while work():
+            while work(activity):
                 pass
+        except CallsEndedError:
+            return
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
             with self._change():
                 self._failure = error
 
-    def _generate(self) -> bool:
+    def _generate(self, activity: Activity) -> bool:
         slot = self._next("engine", self._admitted)
         if slot is None:
             return False
-        if self._log is not None:
-            self._log.begun(slot.number, slot.rollout, slot.version)
-        with self._request("engine", slot):
+        self._note(slot)
+        with self._request("engine", slot, activity):
             resp = self.collector.generated(slot.rollout, self._groups_per_request)
         with self._change():
             self._unscored.append((slot, resp))
         return True
 
+    def _generate_among_others(self, activity: Activity) -> bool:
+        """As `_generate`, where other threads do the same: prompts are asked for in the order of the requests."""
+        with self._admitting:
+            slot = self._next("engine", self._admitted)
+            if slot is None:
+                return False
+            self._note(slot)
+            with self._request("engine", slot, activity):
+                req = self.collector.asked(slot.rollout, self._groups_per_request).replace(number=slot.number)
+        with self._busy["engine"].call(), activity.doing(_shown(slot)), self._about(slot):
+            resp = self.collector.made(req)
+        calls = self._calls.finish(slot.number)
+        versions = {version for own in calls.values() for version in own}
+        if versions != {slot.version}:
+            self._note(slot, calls)
+        with self._change():
+            slot.newest = max(versions)
+            self._unscored.append((slot, resp))
+        return True
+
+    def _note(self, slot: Slot[ScoredGroups], calls: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        if self._log is not None:
+            self._log.begun(slot.number, slot.rollout, slot.version, calls)
+
     def _admitted(self) -> Slot[ScoredGroups] | None:
         is_due = self._order is None or self._is_next_due(self._order)
-        return self._slots.admit(until=self._settings.num_rollouts) if is_due else None
+        slot = self._slots.admit(until=self._settings.num_rollouts) if is_due else None
+        if slot is not None and self._is_shared:
+            self._calls.admit(slot.number)
+        return slot
 
-    def _is_next_due(self, order: Mapping[int, int]) -> bool:
+    def _is_next_due(self, order: Mapping[int, Begun]) -> bool:
         """True if the next request begins with the present version, or with one from before a resume."""
-        return order.get(self._slots.next_request, math.inf) <= self._slots.version
+        begun = order.get(self._slots.next_request)
+        return begun is not None and begun.version <= self._slots.version
 
-    def _score(self) -> bool:
+    def _score(self, activity: Activity) -> bool:
         item = self._next("reward", lambda: self._unscored.popleft() if self._unscored else None)
         if item is None:
             return False
         slot, resp = item
-        with self._request("reward", slot):
+        with self._request("reward", slot, activity):
             groups = self.collector.scored(slot.rollout, resp)
         with self._change():
             slot.item = groups
@@ -174,26 +223,30 @@ class AsyncTrainer(Trainer):
         return found
 
     @contextlib.contextmanager
-    def _request(self, name: str, slot: Slot[ScoredGroups]) -> Generator[None]:
-        what = f"request {slot.number} of rollout {slot.rollout}"
-        about = self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
+    def _request(self, name: str, slot: Slot[ScoredGroups], activity: Activity) -> Generator[None]:
         try:
-            with self._busy[name].call(), self._activity[name].doing(what), about:
+            with self._busy[name].call(), activity.doing(_shown(slot)), self._about(slot):
                 yield
         finally:
             with self._change():
                 self._working.discard(name)
 
+    def _about(self, slot: Slot[ScoredGroups]) -> AbstractContextManager[None]:
+        return self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
+
     # The thread that trains ---------------------------------------------------------------------------------------
 
     def _hold_up(self, *names: str, before: int) -> None:
-        """Wait until these are between two requests, where they stay until the push of version `before`."""
-        order = self._order
+        """Wait until these are between two requests, or two calls, where they stay until the push of version
+        `before`."""
+        order, begun = self._order, time.monotonic()
         if order is not None and self._slots.version < before:
-            self._wait("the requests of this version", lambda: not self._is_next_due(order))
+            self._wait("the requests of this version", lambda: not self._is_next_due(order) and self._calls.is_settled)
         with self._change():
             self._held_up.update(names)
-        self._wait("the end of a request", lambda: self._working.isdisjoint(names))
+            self._calls.close()
+        self._wait("the end of a request", lambda: self._working.isdisjoint(names) and self._calls.is_quiet)
+        self._push_wait_s += time.monotonic() - begun
 
     def _oldest(self) -> list[Slot[ScoredGroups]]:
         """The requests of the oldest rollout, when they are finished; they keep their slots."""
@@ -205,7 +258,7 @@ class AsyncTrainer(Trainer):
         begun, patience_s = time.monotonic(), STUCK_S
         with self._changed:
             while not self._changed.wait_for(lambda: self._failure is not None or is_settled(), patience_s):
-                doing = "; ".join(f"{name}: {activity.report()}" for name, activity in self._activity.items())
+                doing = "; ".join(f"{name}: {activity.report()}" for name, activity in self._activity)
                 waited_s = time.monotonic() - begun
                 logger.warning("training has waited for %s for %.0f s. %s", what, waited_s, doing)
                 patience_s = waited_s
@@ -223,15 +276,20 @@ class AsyncTrainer(Trainer):
         begun, self._measured_at = self._measured_at, time.monotonic()
         wall_s = self._measured_at - begun
         busy_s = {name: clock.take() for name, clock in self._busy.items()}
-        lags = [self._slots.version - slot.version for slot in slots]
+        held_s, self._push_wait_s = self._push_wait_s, 0.0
         with self._changed:
             waiting = self._slots.num_waiting - len(slots)
         return {
-            "schedule/lag/newest": float(min(lags)),
-            "schedule/lag/oldest": float(max(lags)),
+            "schedule/lag/newest": float(min(self._slots.version - slot.newest for slot in slots)),
+            "schedule/lag/oldest": float(max(self._slots.version - slot.version for slot in slots)),
             "schedule/requests_waiting": float(waiting),
+            "schedule/push_wait_s": held_s,
             **{f"schedule/{name}_idle_s": max(0.0, wall_s - seconds) for name, seconds in busy_s.items()},
             WALL_S: wall_s,
             "schedule/concurrency": sum(busy_s.values()) / wall_s,
             "perf/samples_per_s": num_samples / wall_s,
         }
+
+
+def _shown(slot: Slot[ScoredGroups]) -> str:
+    return f"request {slot.number} of rollout {slot.rollout}"

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from unirl.config.schema import Schedule
 from unirl.types.errors import ConfigError
 
 REQUESTS = "requests.jsonl"
-"""File of a run directory: a line per request with `request`, its number, `rollout` and `version`. Of a resumed run the
-last line of a number counts."""
+"""File of a run directory: per request a line with `request`, its number, `rollout` and `version`, and another one with
+`calls` when one is answered whose calls began with several versions. The last line of a number counts."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The version of the weights with which a request was admitted, and with which its calls began."""
+
+    version: int
+    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pool -> version of each call, in the order of the samples. Empty: all began with `version`."""
 
 
 class OrderLog:
@@ -19,14 +31,18 @@ class OrderLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._writing = threading.Lock()
 
-    def begun(self, request: int, rollout: int, version: int) -> None:
+    def begun(
+        self, request: int, rollout: int, version: int, calls: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
         """Add a line."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"request": request, "rollout": rollout, "version": version}) + "\n")
+        line = {"request": request, "rollout": rollout, "version": version, **({"calls": calls} if calls else {})}
+        with self._writing, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
-def order_of(schedule: Schedule, batch_size: int, num_rollouts: int) -> Mapping[int, int] | None:
+def order_of(schedule: Schedule, batch_size: int, num_rollouts: int) -> Mapping[int, Begun] | None:
     """The order that a run repeats, see `read_order`; None if it repeats none."""
     if schedule.replay is None:
         return None
@@ -39,34 +55,48 @@ def order_of(schedule: Schedule, batch_size: int, num_rollouts: int) -> Mapping[
     )
 
 
-def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness: int) -> Mapping[int, int]:
-    """Request of this run -> version of the weights with which it begins. The file may have more.
+def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness: int) -> Mapping[int, Begun]:
+    """Request of this run -> how it begins. The file may have more.
 
     Raises ConfigError for a file that cannot be read, that lacks requests of the run, or whose order the run's slots do
     not allow: versions that fall, or a request that would be trained on before it begins or more than `max_staleness`
-    versions after.
+    versions after, or a call that would begin before its request, or after it is trained on.
     """
     at = f"schedule.replay = {path}"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        order = {int(line["request"]): int(line["version"]) for line in lines}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        order = {int(line["request"]): _begun(line) for line in lines}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{at} cannot be read ({type(error).__name__}: {error}). Name the {REQUESTS} of a run directory."
         ) from error
     before = 0
     for request in range(num_requests):
-        version, rollout = order.get(request), request // per_rollout
-        if version is None:
+        begun, rollout = order.get(request), request // per_rollout
+        if begun is None:
             raise ConfigError(
                 f"{at} has no request {request} of {num_requests}. Set num_rollouts and schedule.groups_per_request as "
                 "in the run that wrote it."
             )
-        if not max(before, rollout - max_staleness) <= version <= rollout:
+        version = begun.version
+        calls = [each for own in begun.calls.values() for each in own]
+        if (
+            not max(before, rollout - max_staleness)
+            <= version
+            <= min(calls, default=rollout)
+            <= max(calls, default=rollout)
+            <= rollout
+        ):
+            also = f" with calls at {min(calls)} to {max(calls)}" if calls else ""
             raise ConfigError(
-                f"{at} begins request {request}, of rollout {rollout}, at version {version}, where this run allows "
-                f"{max(before, rollout - max_staleness)} to {rollout}. Set schedule.max_staleness and "
+                f"{at} begins request {request}, of rollout {rollout}, at version {version}{also}, where this run "
+                f"allows {max(before, rollout - max_staleness)} to {rollout}. Set schedule.max_staleness and "
                 "schedule.groups_per_request as in the run that wrote it."
             )
         before = version
     return {request: order[request] for request in range(num_requests)}
+
+
+def _begun(line: Mapping[str, Any]) -> Begun:  # Any: JSON
+    calls = {str(pool): tuple(int(each) for each in own) for pool, own in line.get("calls", {}).items()}
+    return Begun(int(line["version"]), calls)

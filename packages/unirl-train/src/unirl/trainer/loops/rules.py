@@ -19,7 +19,7 @@ def schedule_says_what_it_does(run: ComposedRun) -> Messages:
     """Keys of a schedule mean something for its kind, and no other loop is named."""
     schedule = run.file.schedule
     if schedule.kind == "sync":
-        for key in ("max_staleness", "groups_per_request", "replay"):
+        for key in ("max_staleness", "groups_per_request", "requests_at_once", "replay"):
             if getattr(schedule, key) is not None:
                 yield f"schedule.{key} does nothing with schedule.kind: sync. Set kind: async, or remove it."
         return
@@ -80,6 +80,21 @@ def engines_sample_meanwhile(run: ComposedRun) -> Messages:
             f"residency.{name}: true moves things off the device between phases, which overlap with schedule.kind = "
             f"{kind}. Remove one of them."
         )
+
+
+def several_requests_are_of_served_pools(run: ComposedRun) -> Messages:
+    """Several requests at once are made by engines that all stand in served pools."""
+    several = run.file.schedule.requests_at_once or 1
+    if run.file.schedule.kind == "sync" or several == 1:
+        return
+    served = {at for group in groups_of_run(run) if group.given.is_served for at in group.holds}
+    for stage in run.stages:
+        if stage.at not in served:
+            yield (
+                f"schedule.requests_at_once = {several}, but {stage.engine.name} takes one request at a time. Put it "
+                "in a served pool (pools.<name>.served: true), or remove the key."
+            )
+            return
 
 
 def requests_divide(run: ComposedRun) -> Messages:
@@ -145,4 +160,10 @@ def _corrected(own: Part, staleness: int) -> Messages:
 
 
 MACHINE_RULES = (repeated_order_fits,)
-RULES = (schedule_says_what_it_does, engines_sample_meanwhile, requests_divide, stale_samples_are_corrected)
+RULES = (
+    schedule_says_what_it_does,
+    engines_sample_meanwhile,
+    several_requests_are_of_served_pools,
+    requests_divide,
+    stale_samples_are_corrected,
+)

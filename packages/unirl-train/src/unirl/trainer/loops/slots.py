@@ -20,6 +20,8 @@ class Slot(Generic[ItemT]):
     """The rollout that it is a part of."""
     version: int
     """Version of the weights when it was admitted."""
+    newest: int = 0
+    """Newest version with which any of its calls began."""
     item: ItemT | None = None
     """What was made of it; None while it is being made."""
 
@@ -69,7 +71,7 @@ class Slots(Generic[ItemT]):
         """The slot of the next request; None if all are taken, or it would belong to rollout `until`."""
         if len(self._slots) == self.capacity or self._next == until * self.per_rollout:
             return None
-        slot: Slot[ItemT] = Slot(self._next, self._next // self.per_rollout, self.version)
+        slot: Slot[ItemT] = Slot(self._next, self._next // self.per_rollout, self.version, self.version)
         self._next += 1
         self._slots.append(slot)
         return slot
