@@ -32,6 +32,8 @@ api = importlib.import_module("generate")  # the script of docs/api
 SETTINGS = Path(__file__).parent / "mkdocs.yml"
 LINK = re.compile(r"(?P<head>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+NAMED_FENCE = re.compile(r"^(```\w+) (\S+)$", re.MULTILINE)
+"""A block that is a file: ```python my_rewards.py"""
 ROW = re.compile(r"^\| \[[^\]]+\]\((?P<page>[^)]+)\) \| (?P<text>.*) \|$")
 OWN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "docs/README.md": "contents.md"}
 """Pages that lie elsewhere in the site than in the repository."""
@@ -97,7 +99,7 @@ def gather(language: Language, to: Path) -> list[tuple[str, str]]:
         written += [(page, make()) for page, make in BUILT.items()]
     for page, text in written:
         (to / page).parent.mkdir(parents=True, exist_ok=True)
-        (to / page).write_text(text, encoding="utf-8")
+        (to / page).write_text(NAMED_FENCE.sub(r'\1 title="\2"', text), encoding="utf-8")
     shutil.copytree(ROOT / "docs" / "images", to / "images")
     shutil.copy(SETTINGS.with_name("wide.css"), to)
     return written

@@ -32,6 +32,8 @@ def test_the_site_builds_and_its_links_hold(tmp_path):
     assert "(guides/own_reward.md): " in contents and contents.startswith("# UniRL\n\n> ")
     assert len((site / "llms-full.txt").read_text()) > len(contents)
     assert not [page for page in site.glob("**/*.html") if "https://fonts" in page.read_text()]
+    assert not [page for page in site.glob("**/*.html") if "```" in page.read_text()], "a block that is not one"
+    assert "my_rewards.py</span>" in (site / "guides" / "own_reward" / "index.html").read_text()
 
 
 def test_every_message_is_in_the_index_of_errors(script):
