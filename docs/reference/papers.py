@@ -30,6 +30,7 @@ INTRODUCTION = """# Papers
 What is implemented of which paper, which recipes have it, and what differs. Written by `docs/reference/papers.py` from
 `papers.yaml`, from the arXiv numbers in the code and from the comments that recipes begin with.
 [Algorithms](algorithms.md) has objectives, knobs and pitfalls, [recipes](recipes.md) what is known of each recipe.
+Modules are named below `unirl`.
 
 "Published" has the papers' own figures on their models and rewards; they were not reproduced here. Recipes in braces
 share a folder.
@@ -136,7 +137,9 @@ def page() -> str:
             {
                 "paper": f"{title}, [{number}](https://arxiv.org/abs/{number}), 20{number[:2]}",
                 "implemented in": ", ".join(
-                    f"`{name}`" for name in modules if not (is_method and name.startswith("unirl.reward."))
+                    f"`{name.removeprefix('unirl.')}`"
+                    for name in modules
+                    if not (is_method and name.startswith("unirl.reward."))
                 ),
                 "recipes": in_braces([*(found.get(number, []) if is_method else []), *paper.recipes]),
                 "published": paper.published,
