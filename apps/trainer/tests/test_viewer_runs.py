@@ -259,3 +259,16 @@ def test_looking_at_samples_changes_nothing(run: Path):
     for name in ("steps", "samples", "groups", "timeline", "recipes", "alerts", "log", "checkpoints"):
         assert ask(run, f"/api/{name}", run=".")[0] == 200
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_a_sample_comes_with_its_trace_where_there_is_one(run: Path):
+    (run / "samples" / "rollout-000003" / "traces.jsonl").write_text(
+        '{"version": 1, "kind": "steps", "sample_id": "same0"}\n{"version": 1, "sample_id": "diff', encoding="utf-8"
+    )
+    _, found = ask(run, "/api/samples", run=".", step=3)
+    traces = {}
+    for sample in found["samples"]:
+        status, whole = ask(run, "/api/sample", run=".", kind="rollout", step=3, offset=sample["offset"])
+        assert status == 200
+        traces[sample["sample_id"]] = whole["trace"]
+    assert traces.pop("same0")["kind"] == "steps" and set(traces.values()) == {None}

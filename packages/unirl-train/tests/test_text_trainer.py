@@ -119,6 +119,13 @@ class Shards:
     def trained_tracks(self) -> list[str]:
         return ["text"]
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def trace(self, samples: list[str]) -> None: ...
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def take_traces(self) -> list[dict[str, Any]]:
+        return []
+
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         self.given.append(resp)
@@ -273,6 +280,7 @@ def test_completions_lie_in_the_run_directory_and_reach_the_trackers(tmp_path: P
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
         "eval-000000.jsonl",
         "eval-000002.jsonl",
+        "rollout-000002",
         "rollout-000002.jsonl",
     ]
     rows = run.notes.tables["rollout", 2]

@@ -21,6 +21,7 @@ Json = dict[str, Any]  # Any: JSON values
 FILE = re.compile(r"(?P<kind>rollout|eval)-(?P<step>\d{6,})\.jsonl")
 VERSION = 1
 """Version of the records that are read: `unirl.tracking.sample_files.VERSION`, which would load torch."""
+TRACES = "traces.jsonl"
 MAX_RECORDS = 100_000
 MAX_INDEXED_BYTES = 1 << 30
 """Most that one question reads of lines; newer files come first."""
@@ -161,6 +162,19 @@ class SampleIndex:
             return msgspec.json.decode(line, type=dict)
         except msgspec.MsgspecError as error:
             raise NotFoundError(f"{path.name} has changed; load the page again.") from error
+
+    def trace(self, entry: Entry) -> Json | None:
+        """What is known of a sample per token or step; None where nothing is."""
+        try:
+            path = self._run.file(f"{SAMPLES}/{entry.kind}-{entry.step:06d}/{TRACES}")
+            with path.open("rb") as lines:
+                while line := lines.readline(MAX_LINE_BYTES):
+                    trace = msgspec.json.decode(line)
+                    if trace["sample_id"] == entry.sample_id and trace["version"] == VERSION:
+                        return trace
+        except (NotFoundError, OSError, msgspec.MsgspecError, KeyError, TypeError):
+            return None  # the page says that nothing is known
+        return None
 
 
 def _entries(file: SampleFile) -> Iterator[Entry]:

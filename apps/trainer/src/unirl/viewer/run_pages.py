@@ -92,7 +92,7 @@ class RunPages:
         return answer(await self._read(found))
 
     async def sample(self, request: web.Request) -> web.Response:
-        """One whole record, with the one that it grew from."""
+        """One whole record, with the one that it grew from, and its trace."""
         run, query = self._run(request), request.query
         question, offset = question_of(query), int(number(query, "offset", 0, 0, 1e15))
 
@@ -105,7 +105,7 @@ class RunPages:
             own = shown(index.record(entry), entry, num_updates, is_whole=True)
             parents = [each for each in entries if each.sample_id == own.get("parent_id")]
             parent = shown(index.record(parents[0]), parents[0], num_updates, is_whole=True) if parents else None
-            return {"sample": own, "parent": parent}
+            return {"sample": own, "parent": parent, "trace": index.trace(entry)}
 
         return answer(await self._read(found))
 

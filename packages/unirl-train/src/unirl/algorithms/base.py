@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
+from unirl.algorithms.traces import Traces
 from unirl.types.devices import widened
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutTrack
@@ -92,6 +93,8 @@ class MicroBatch:
     """Fraction of the run done, in [0, 1]."""
     policy_version: int | None = None
     """Version of the policy before the first update; None: of the present one."""
+    traces: Traces | None = None
+    """What notes some samples per token or step; None where none are to be looked at."""
 
     @property
     def advantages(self) -> Tensor:

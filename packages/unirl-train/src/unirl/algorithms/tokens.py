@@ -186,6 +186,8 @@ class TokenAlgorithm(RatioAlgorithm):
         stats = self._replay(micro)
         replayed = self._pipeline.replay_metrics() if isinstance(self._pipeline, MeasuresReplays) else {}
         logp_M = trained.of(stats.logp_N)
+        if micro.traces is not None:
+            micro.traces.tokens(micro.track, micro.update, trained.chosen_N, logp_M, self._pipeline.decode)
         if self.old_logp_source == "log-linear":
             old_M = self._log_linear(micro, trained, logp_M)
             micro = replace(micro, anchor={"logp": old_M, **self._correction(micro, trained, old_M)})

@@ -186,6 +186,8 @@ class TransitionAlgorithm(RatioAlgorithm):
 
             reference = self.reference.evaluate(replay)
             policy = replay()
+            if micro.traces is not None:
+                micro.traces.steps(micro.track, micro.update, samples, steps, policy.logp_R)
             given_logp_R = None if rollout_R is None else rollout_R[rows]
             if self.old_logp_source == "log-linear":
                 replayed_R = self._log_linear(micro, policy, given_logp_R, samples)

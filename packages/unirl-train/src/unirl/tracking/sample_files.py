@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 """Version of the format. Raised when a reader of the one before would misread a line; new fields leave it as it is."""
+TRACES = "traces.jsonl"
+"""File of traces in the folder of a step's media."""
 _FILE = re.compile(r"(?P<name>[a-z]+)-(?P<step>\d{6,})\.jsonl")
 _NO_NAME = re.compile(r"[^\w.-]")
 _MEDIA = ("given", "media")
@@ -76,6 +78,30 @@ class SampleFiles:
         self._has_failed = False
         self._make_room(lines)
         return files
+
+    def write_traces(self, name: str, step: int, traces: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON values
+        """Write what is known of samples of a step per token or denoising step, next to their media. Nothing where the
+        step has no records (any more); where it cannot be written that is said once."""
+        lines = self._folder / f"{name}-{step:06d}.jsonl"
+        if lines not in self._bytes:
+            return
+        folder = lines.with_suffix("")
+        try:
+            folder.mkdir(exist_ok=True)
+            partial = folder / "traces.tmp"
+            with partial.open("w", encoding="utf-8", errors="backslashreplace") as out:
+                out.writelines(
+                    json.dumps({"version": VERSION, **trace}, ensure_ascii=False, allow_nan=False) + "\n"
+                    for trace in traces
+                )
+            partial.replace(folder / TRACES)
+        except OSError as error:
+            if not self._has_failed:
+                logger.error("traces of samples cannot be kept: %s. The run continues without them.", error)
+            self._has_failed = True
+            return
+        self._bytes[lines] = _size(lines)
+        self._make_room(lines)
 
     def _write(self, lines: Path, name: str, step: int, records: Sequence[SampleRecord]) -> dict[str, Path]:
         folder = lines.with_suffix("")

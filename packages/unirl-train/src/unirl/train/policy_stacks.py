@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from unirl.algorithms.traces import Trace
 from unirl.train.names import below, joined
 from unirl.train.stack import TrainStack, TrainStepResult
 from unirl.types.copies import Copies
@@ -72,6 +73,15 @@ class PolicyStacks:
     def load_state_dict(self, state: dict[str, float]) -> None:
         for name, stack in self._stacks.items():
             stack.load_state_dict(below(state, f"{name}/"))
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def trace(self, samples: list[str]) -> None:
+        for stack in self._stacks.values():
+            stack.trace(samples)
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def take_traces(self) -> list[Trace]:
+        return [trace for stack in self._stacks.values() for trace in stack.take_traces()]
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:

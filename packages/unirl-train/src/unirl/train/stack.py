@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
+from unirl.algorithms.traces import Trace, Traces
 from unirl.config.schema import DEFAULT_TRACK
 from unirl.train.gradient_balance import GradientBalance
 from unirl.train.names import below
@@ -90,6 +91,7 @@ class TrainStack:
         self._micro_batch_size = micro_batch_size
         self._num_updates = num_updates_per_batch
         self._max_grad_norm = max_grad_norm
+        self._traces: Traces | None = None
         self._num_updates_done = 0
         """Over all rollouts: what the cadence counts."""
         self._maxima: set[str] = set()
@@ -157,6 +159,17 @@ class TrainStack:
         if len(self._parts) > 1:
             self._num_updates_done = int(state["num_updates"])
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def trace(self, samples: list[str]) -> None:
+        """Note these samples per token or denoising step when they train; until `take_traces`."""
+        self._traces = Traces(samples)
+
+    @distributed(Dispatch.BROADCAST, Collect.ALL)
+    def take_traces(self) -> list[Trace]:
+        """What was noted on this rank, see `unirl.algorithms.traces`."""
+        traces, self._traces = self._traces, None
+        return [] if traces is None else traces.take()
+
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """Train on one rank's shard of a rollout, whose tracks hold their advantages. Every rank calls it; collectives
@@ -212,7 +225,7 @@ class TrainStack:
             micros.append([])
             for rows in micro_list:
                 for same in self._of_one_size(track.select(rows), algorithm.samples_per_unit):
-                    micro = MicroBatch(same, {}, update, progress, self._backend.policy_version)
+                    micro = MicroBatch(same, {}, update, progress, self._backend.policy_version, self._traces)
                     if algorithm.uses_anchor and (update > 0 or algorithm.judges_update):
                         micro = replace(micro, anchor=algorithm.anchor(micro))
                     micros[-1].append(micro)

@@ -96,7 +96,9 @@ class Trainer:
 
     def _learned(self, rollout: ScoredRollout) -> dict[str, float]:
         """Train on a rollout, which is then finished; returns the metrics of training."""
-        trained = self._learner.train(rollout)
+        done = rollout.rollout_id + 1
+        trained = self._learner.train(rollout, self._record.recorded(done))
+        self._record.keep_traces(done, self._learner.take_traces())
         self.collector.finished(rollout.rollout_id)
         self._record.note(trained, rollout.num_samples)
         return trained

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from unirl.algorithms.traces import Trace
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
@@ -58,6 +59,7 @@ class Learner:
         self._changed: dict[str, float] = {}
         """Changed tensors of the pushes since the last `watch`."""
         self._is_training = False
+        self._traces: dict[str, Trace] = {}
 
     @property
     def is_training(self) -> bool:
@@ -92,17 +94,31 @@ class Learner:
             self._known_pushes.append(policy)
         return pushed
 
-    def train(self, rollout: ScoredRollout) -> dict[str, float]:
-        """Run the updates of a rollout and release it; returns metrics."""
+    def train(self, rollout: ScoredRollout, traced: Sequence[str] = ()) -> dict[str, float]:
+        """Run the updates of a rollout and release it; returns metrics.
+
+        traced: samples whose traces `take_traces` gives afterwards, as far as they train.
+        """
+        self._traces = {}
         self._is_training = True
         if isinstance(self._sync, FollowsTraining):
             self._sync.training_begins()
+        if traced:
+            self._stack.trace(list(traced))
         with self._clock.phase("train"):
             result = self._stack.train(rollout.resp, progress=rollout.progress)
         with self._clock.phase("other"):
             rollout.resp.release()
+            if traced:
+                # Ranks that work on the same samples have the same.
+                self._traces = {trace["sample_id"]: trace for shard in self._stack.take_traces() for trace in shard}
         self._is_training = False
         return dict(result.metrics)
+
+    def take_traces(self) -> list[Trace]:
+        """Traces of the rollout that was trained on last."""
+        taken, self._traces = list(self._traces.values()), {}
+        return taken
 
     # Guardrails -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unirl.algorithms.traces import Trace
 from unirl.config.schema import Samples
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
@@ -64,6 +65,7 @@ class RunRecord:
         self._gallery = Gallery(folder, trackers, settings.best_metric)
         self._files = SampleFiles(folder, image_format=self._samples.image_format, max_mb=self._samples.max_mb)
         self._timeline = Timeline(run_dir / TIMELINE)
+        self._recorded: tuple[int, list[str]] = (-1, [])
         self._run_dir = run_dir
         self.config = dict(config)
         self.digests = dict(digests)
@@ -139,9 +141,20 @@ class RunRecord:
         kept, shown = whole_groups(meta, options.per_rollout), first_roots(meta, NUM_SHOWN)
         wanted = [sample for sample in meta.root_track().sample_ids if sample in {*kept, *shown}]
         taken = take(resp, wanted, whole=whole_groups(meta, min(options.per_rollout, options.videos)))
-        files = self._keep("rollout", done, [record for sample in kept for record in taken[sample]])
+        recorded = [record for sample in kept for record in taken[sample]]
+        files = self._keep("rollout", done, recorded)
+        self._recorded = (done, [record.sample_id for record in recorded])
         records = [record for sample in shown for record in taken[sample]]
         self._gallery.show("rollout", done, records, files, most=NUM_SHOWN)
+
+    def recorded(self, done: int) -> Sequence[str]:
+        """Samples of the rollout that ends with `done` rollouts that were written."""
+        return self._recorded[1] if self._recorded[0] == done else ()
+
+    def keep_traces(self, done: int, traces: Sequence[Trace]) -> None:
+        """Write what is known of recorded samples per token or step, next to them."""
+        if traces:
+            self._files.write_traces("rollout", done, traces)
 
     def _keep(self, name: str, done: int, records: Sequence[SampleRecord]) -> dict[str, Path]:
         """Write records that have whole media; returns the media's files."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from unirl.algorithms.traces import Trace
 from unirl.distributed.held import Held
 from unirl.train.stack import TrainStepResult
 from unirl.types.copies import Copies
@@ -108,6 +109,14 @@ class StackRole(Protocol):
 
     def samples_per_unit(self) -> int:
         """Consecutive samples that stay together."""
+        ...
+
+    def trace(self, samples: list[str]) -> None:
+        """Note these samples per token or denoising step when they train."""
+        ...
+
+    def take_traces(self) -> list[list[Trace]]:
+        """What was noted, by shard."""
         ...
 
     def train(self, resp: Held, *, progress: float) -> TrainStepResult:

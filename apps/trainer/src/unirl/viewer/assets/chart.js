@@ -8,8 +8,8 @@ const NUM_UNDER_CURSOR = 8;
 export const hexOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // series: [{label, color, y, last, part}]; edges of a band ("low", "high") follow their mean.
-// onZoom gets [from, to], or null for all.
-export function Chart({ title, x, series, isLog, onZoom, note, xLabel = "rollouts" }) {
+// onZoom gets [from, to], or null for all. names: the lines are named above the chart.
+export function Chart({ title, x, series, isLog, onZoom, note, names, xLabel = "rollouts" }) {
   const place = useRef(null);
   const plot = useRef(null);
   const [under, setUnder] = useState(null);
@@ -43,6 +43,7 @@ export function Chart({ title, x, series, isLog, onZoom, note, xLabel = "rollout
   return html`<figure class="chart">
     <figcaption>${title}${note && html` <span class="quiet">${note}</span>`}
       ${onZoom && html`<button class="plain zoom" onClick=${() => onZoom(null)}>all steps</button>`}</figcaption>
+    ${names && html`<ul class="kinds">${lines.map((each) => html`<li><i class="swatch" ref=${paint(each.color)}></i>${each.label}</li>`)}</ul>`}
     <div class="plot" ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${described(lines)}`}></div>
     ${under && html`<div class="under" aria-hidden="true"><b>${number(under.x)}</b>
       ${under.rows.map((row) => html`<span><i ref=${paint(row.color)}></i>${number(row.value)} ${row.label}</span>`)}</div>`}

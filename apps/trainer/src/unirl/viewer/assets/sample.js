@@ -13,10 +13,9 @@ export function Sample({ params, runs }) {
   const { data, error } = useData(run && asked.offset !== null ? "sample" : null, asked, [run]);
   if (error) return html`<${Message} error=${error} />`;
   if (!data) return html`<p class="quiet">${asked.offset === null ? "Choose a sample in the gallery." : "reading ..."}</p>`;
-  const { sample, parent } = data;
+  const { sample, parent, trace } = data;
   return html`<div class="sample">
-    <p><a href=${link("gallery", { run })}>samples</a> / <a href=${link("gallery", { run, kind: sample.kind, step: sample.step })}>${sample.kind} ${sample.step}</a>
-      / <a href=${link("groups", { run, kind: sample.kind, step: sample.step, group: sample.group_id })}>its group</a></p>
+    <p><a href=${link("gallery", { run })}>samples</a> / <a href=${link("gallery", { run, kind: sample.kind, step: sample.step })}>${sample.kind} ${sample.step}</a> / <a href=${link("groups", { run, kind: sample.kind, step: sample.step, group: sample.group_id })}>its group</a></p>
     <h2 class="prompt">${sample.prompt || "(no prompt)"}</h2>
     ${sample.given.length > 0 && html`<div class="given">${sample.given.map((medium) => html`<${Medium} run=${run} medium=${medium} label="given with the prompt" />`)}</div>`}
     ${parent && html`<section class="parent"><h3>Grew from</h3><a href=${sampleLink(run, parent)}>${parent.track}, reward ${number(parent.scores.reward)}</a>
@@ -25,7 +24,7 @@ export function Sample({ params, runs }) {
     <section class="large"><${Medium} run=${run} medium=${sample.media} label=${sample.prompt} /></section>
     <${Facts} sample=${sample} />
     <${Table} sample=${sample} />
-    <${Trace} run=${run} sample=${sample} />
+    <${Trace} sample=${sample} trace=${trace} />
     <${Others} run=${run} sample=${sample} runs=${runs} />
   </div>`;
 }
