@@ -1,5 +1,6 @@
 """Trackers and image grids."""
 
+import importlib
 import io
 import json
 import sys
@@ -18,7 +19,7 @@ from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
 from unirl.tracking.media_files import write_medium
 from unirl.tracking.swanlab import SwanLabTracker
-from unirl.tracking.video import strip
+from unirl.tracking.video import as_gif, strip, write_video
 from unirl.tracking.wandb import WandbTracker
 from unirl.types.errors import ContractError
 from unirl.types.samples import Sound
@@ -264,8 +265,6 @@ def test_tensorboard_has_the_recipe_as_hyper_parameters_and_captions_in_a_run_of
 def test_optional_trackers_name_their_extra_and_log_through_their_library(
     tmp_path, monkeypatch, module, class_name, fix
 ):
-    import importlib
-
     tracker_class = getattr(importlib.import_module(f"unirl.tracking.{module}"), class_name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=fix):
@@ -284,7 +283,7 @@ def test_optional_trackers_name_their_extra_and_log_through_their_library(
         def alert(self, title, text, level):
             calls.append((title, text, level))
 
-        def finish(self):
+        def finish(self, **how):
             calls.append("finished")
 
     def picture_of(picture, caption):
@@ -486,12 +485,30 @@ def test_without_an_encoder_a_video_is_a_gif(tmp_path, monkeypatch):
         assert (path.name, num_frames, opened.size, opened.info["duration"]) == ("rollout.gif", 4, (8, 6), 200)
 
 
+@pytest.mark.parametrize(("module", "name"), [("mlflow", "MlflowTracker"), ("trackio", "TrackioTracker")])
+def test_a_tracker_without_its_library_names_the_extra(monkeypatch, module, name):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"unirl-train\[{module}\]"):
+        getattr(importlib.import_module(f"unirl.tracking.{module}"), name)()
+
+
+def test_a_video_becomes_a_gif_with_its_frames(tmp_path):
+    frames = torch.zeros(3, 3, 16, 16)
+    frames[1] = 1
+    file = write_video(tmp_path, "a", frames, fps=4)
+    gif = as_gif(file, tmp_path)
+    with Image.open(gif) as opened:
+        assert (len(list(ImageSequence.Iterator(opened))), opened.info["duration"]) == (3, 250)
+    assert as_gif(gif, tmp_path) == gif
+
+
 @pytest.mark.parametrize("module", ["wandb", "swanlab"])
 def test_videos_and_sounds_reach_the_services_as_files(tmp_path, monkeypatch, module):
     logged = []
     run = types.SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     fake = types.SimpleNamespace(init=lambda **_: run, Video=lambda file, caption: (file, caption))
     fake.Audio = fake.Video
+    monkeypatch.setattr("unirl.tracking.swanlab.as_gif", lambda file, folder: file)
     monkeypatch.setitem(sys.modules, module, fake)
     tracker = WandbTracker() if module == "wandb" else SwanLabTracker()
     tracker.start({"recipe": "a"}, tmp_path, 0)

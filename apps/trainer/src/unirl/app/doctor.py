@@ -34,6 +34,8 @@ EXTRAS: Mapping[str, str] = {
     "math": "answers of mathematics as expressions",
     "wandb": "the tracker Weights & Biases",
     "swanlab": "the tracker SwanLab",
+    "mlflow": "the tracker MLflow",
+    "trackio": "the tracker trackio",
 }
 """Extra of the trainer -> what it is for."""
 ENGINES_ON_CPU = ("vllm-cpu", "sglang-cpu", "vllm-omni-cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.tracking.tables import markdown, numbered
+from unirl.tracking.video import as_gif
 from unirl.tracking.wandb import run_id
 
 
@@ -44,7 +46,7 @@ class SwanLabTracker:
         self._run = self._swanlab.init(
             experiment_name=name,
             config=dict(config),
-            logdir=str(run_dir / "swanlab"),
+            log_dir=str(run_dir / "swanlab"),
             id=run_id(run_dir),
             resume="allow",
             **options,
@@ -59,9 +61,11 @@ class SwanLabTracker:
         self._run.log({f"samples/{name}": self._swanlab.Image(picture, caption=numbered(captions))}, step=step)
 
     def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Each file."""
-        videos = [self._swanlab.Video(str(file), caption=text) for file, text in zip(files, captions, strict=True)]
-        self._run.log({f"samples/{name}/video": videos}, step=step)
+        """Each file as a GIF, which is all that SwanLab plays; sounds of videos are lost there."""
+        with tempfile.TemporaryDirectory() as folder:  # SwanLab copies what it is given
+            gifs = [as_gif(file, Path(folder)) for file in files]
+            videos = [self._swanlab.Video(str(gif), caption=text) for gif, text in zip(gifs, captions, strict=True)]
+            self._run.log({f"samples/{name}/video": videos}, step=step)
 
     def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
         """Each file."""
@@ -78,10 +82,12 @@ class SwanLabTracker:
 
     def finish(self, summary: Summary) -> None:
         """Close the run."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the run."""
         if self._run is not None:
             self._run.finish()
+            self._run = None
+
+    def close(self) -> None:
+        """Close a run that did not finish, marked as failed."""
+        if self._run is not None:
+            self._run.finish(state="crashed", error="the run ended before its last rollout")
             self._run = None

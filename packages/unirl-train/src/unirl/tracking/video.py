@@ -54,9 +54,7 @@ def write_video(folder: Path, name: str, frames: Tensor, fps: float | None, soun
     rate = DEFAULT_FPS if fps is None else fps
     av = _av()
     if av is None:
-        path = folder / f"{name}.gif"
-        pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=round(1000 / rate), loop=0)
-        return path
+        return _write_gif(folder / f"{name}.gif", pictures, rate)
     path = folder / f"{name}.mp4"
     _write_mp4(av, path, pictures, rate, sound)
     return path
@@ -74,6 +72,26 @@ def read_video(path: Path) -> Tensor:
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous()
+
+
+def as_gif(file: Path, folder: Path) -> Path:
+    """A GIF of a file that `write_video` wrote: the file itself if it is one, else a new file in `folder`, without
+    sound. For services that play nothing else."""
+    if file.suffix == ".gif":
+        return file
+    av = _av()
+    if av is None:
+        raise DataError(f"{file} takes PyAV to read: pip install 'unirl-train[video]'")
+    with av.open(str(file)) as container:
+        stream = container.streams.video[0]
+        rate = float(stream.average_rate or DEFAULT_FPS)
+        pictures = [frame.to_image() for frame in container.decode(stream)]
+    return _write_gif(folder / f"{file.stem}.gif", pictures, rate)
+
+
+def _write_gif(path: Path, pictures: Sequence[Image.Image], fps: float) -> Path:
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=round(1000 / fps), loop=0)
+    return path
 
 
 def _write_mp4(av: ModuleType, path: Path, pictures: Sequence[Image.Image], fps: float, sound: Sound | None) -> None:
