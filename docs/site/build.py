@@ -113,7 +113,7 @@ def _relinked(text: str, path: Path, page: str, places: dict[Path, str], english
         if re.match(r"[a-z]+:", target) or not target:
             return link[0]
         aim = (path.parent / target).resolve()
-        if aim.is_dir():
+        if (aim / "README.md").is_file():
             aim /= "README.md"
         if aim.parent == ROOT / "docs" / "images":
             return f"{head}{_between(page, f'images/{aim.name}')})"
