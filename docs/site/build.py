@@ -61,7 +61,7 @@ CHINESE = Language(
     "zh",
     "zh",
     {"packages": "各个包", "api": "API（英文）", "contributing": "参与贡献"},
-    "本页的英文原文在翻译之后有改动，请以[英文页]({page})为准。",
+    '本页的英文原文在翻译之后有改动，请以<a href="{page}">英文页</a>为准。',
 )
 LANGUAGES = (ENGLISH, CHINESE)
 
@@ -77,7 +77,8 @@ def sources(language: Language) -> dict[str, Path]:
         english[f"packages/{path.parent.name}.md"] = path
     if language is ENGLISH:
         return english
-    translated = {page: translations.translated(path) for page, path in english.items()}
+    pages = set(translations.english_pages())
+    translated = {page: translations.translated(path) for page, path in english.items() if path in pages}
     return {page: path for page, path in translated.items() if path.is_file()}
 
 
@@ -90,8 +91,10 @@ def gather(language: Language, to: Path) -> list[tuple[str, str]]:
     for page, path in pages.items():
         text = translations.without_mark(path.read_text(encoding="utf-8"))
         text = _relinked(text, path, page, places, english, language)
+        if language is not ENGLISH:
+            text = translations.with_anchors(text, translations.original(path))
         if language is not ENGLISH and translations.is_outdated(path):
-            notice = language.outdated.format(page=_between(page, f"../{page}"))
+            notice = language.outdated.format(page=_to_english(page, page))
             text = re.sub(r"\A(# .*\n)", rf'\1\n!!! warning ""\n    {notice}\n', text)
         written.append((page, text))
     if language is ENGLISH:
@@ -119,8 +122,8 @@ def _relinked(text: str, path: Path, page: str, places: dict[Path, str], english
             return f"{head}{_between(page, f'images/{aim.name}')})"
         if aim in places:
             return f"{head}{_between(page, places[aim])}{anchor})"
-        if aim in english:  # a page that the translation does not have
-            return f"{head}{_between(page, f'../{english[aim]}')}{anchor})"
+        if aim in english:  # a page that the translation does not have; mkdocs knows one language at a time
+            return f'<a href="{_to_english(page, english[aim])}{anchor}">{head.removesuffix("](")[1:]}</a>'
         if not aim.exists():
             raise SystemExit(f"{path.relative_to(ROOT)}: {target} leads nowhere")
         return head.removeprefix("!").removeprefix("[").removesuffix("](")
@@ -130,6 +133,12 @@ def _relinked(text: str, path: Path, page: str, places: dict[Path, str], english
         parts += [LINK.sub(relinked, text[end : block.start()]), block[0]]
         end = block.end()
     return "".join([*parts, LINK.sub(relinked, text[end:])])
+
+
+def _to_english(page: str, target: str) -> str:
+    """Address of an English page from a page of the other language."""
+    here, there = (name.removesuffix(".md").removesuffix("index") for name in (page, target))
+    return posixpath.relpath(there or ".", f"{CHINESE.folder}/{here}") + "/"
 
 
 def _between(page: str, target: str) -> str:

@@ -1,26 +1,50 @@
-"""Which Chinese pages are missing or older than the English ones: `uv run python docs/site/translations.py`.
+"""Which Chinese pages are missing, cut short, or older than the English ones:
 
-The translation of a page lies at the same place below `docs/zh/`, and its last line says which English text it
-translates: `<!-- of 0123456789ab -->`, the start of that text's SHA-256. After you have changed a translation, write
-the new line with `uv run python docs/site/translations.py mark docs/zh/PAGE ...`.
+    uv run python docs/site/translations.py
+    uv run python docs/site/translations.py mark docs/zh/PAGE ...
+
+The translation of a page lies at the same place below `docs/zh/`. Its last line says which English text it translates:
+`<!-- of 0123456789ab -->`, the start of that text's SHA-256. `mark` writes this line after you have translated or
+changed a page, and mends its links: write them as the English page has them, anchors too. A translation has the
+headings, blocks of code and rows of tables of its page, one by one; the site gives its headings the English anchors.
+Pages that scripts write are English in both languages.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHINESE = ROOT / "docs" / "zh"
+GENERATED = (
+    "models/README.md",
+    "reference/conformance.md",
+    "reference/papers.md",
+    "reference/recipes.md",
+    "results/predictions.md",
+    "results/rehearsals.md",
+)
+"""Pages below docs/ that scripts write."""
+LINK = re.compile(r"(?P<head>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<target>[^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 MARK = re.compile(r"\n*<!-- of (?P<hash>[0-9a-f]{12}) -->\n*\Z")
 
 
 def english_pages() -> list[Path]:
     """Every page that has a translation, or should have one."""
+    written = {ROOT / "docs" / name for name in GENERATED}
     pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    return [page for page in pages if not page.is_relative_to(CHINESE) and page.parent != ROOT / "docs" / "api"]
+    return [
+        page
+        for page in pages
+        if not page.is_relative_to(CHINESE) and page.parent != ROOT / "docs" / "api" and page not in written
+    ]
 
 
 def translated(page: Path) -> Path:
@@ -52,9 +76,78 @@ def is_outdated(page: Path) -> bool:
 
 
 def mark(page: Path) -> None:
-    """Says in a translation that it is of the English text as it stands."""
+    """Says in a translation that it is of the English text as it stands, with links that lead from its own place.
+
+    Raises SystemExit for a link that the English page does not have.
+    """
+    english = original(page)
+    right = _links(english, page)
     text = without_mark(page.read_text(encoding="utf-8")).rstrip("\n")
-    page.write_text(f"{text}\n\n<!-- of {digest(original(page))} -->\n", encoding="utf-8")
+
+    def mended(link: re.Match[str]) -> str:
+        target = link["target"]
+        if target not in right and target not in right.values():
+            raise SystemExit(f"{page.name}: {target} is no link of {english.relative_to(ROOT)}")
+        return f"{link['head']}{right.get(target, target)})"
+
+    text = _outside_code(text, mended)
+    page.write_text(f"{text}\n\n<!-- of {digest(english)} -->\n", encoding="utf-8")
+
+
+def _links(english: Path, page: Path) -> dict[str, str]:
+    """Target of a link of an English page -> target of the same link in its translation."""
+    known = set(english_pages())
+    right = {}
+    for link in LINK.finditer(FENCED.sub("", english.read_text(encoding="utf-8"))):
+        target, hash_, anchor = link["target"].partition("#")
+        if re.match(r"[a-z]+:", target) or not target:
+            right[link["target"]] = link["target"]
+            continue
+        aim = (english.parent / target).resolve()
+        to = translated(aim) if aim in known else aim
+        right[link["target"]] = os.path.relpath(to, page.parent) + hash_ + anchor
+    return right
+
+
+def _outside_code(text: str, mended: Callable[[re.Match[str]], str]) -> str:
+    parts, end = [], 0
+    for block in FENCED.finditer(text):
+        parts += [LINK.sub(mended, text[end : block.start()]), block[0]]
+        end = block.end()
+    return "".join([*parts, LINK.sub(mended, text[end:])])
+
+
+def with_anchors(text: str, english: Path) -> str:
+    """A translation whose headings have the anchors of the English page's, for mkdocs."""
+    slugs = iter(_slugs(english.read_text(encoding="utf-8")))
+    parts, end = [], 0
+    for block in [*FENCED.finditer(text), None]:
+        prose = text[end : block.start() if block else len(text)]
+        parts.append(HEADING.sub(lambda heading: f"{heading[0]} {{#{next(slugs, '')}}}".replace(" {#}", ""), prose))
+        if block:
+            parts.append(block[0])
+            end = block.end()
+    return "".join(parts)
+
+
+def _slugs(text: str) -> list[str]:
+    """Anchors of the headings of a page, as GitHub and mkdocs name them."""
+    return [
+        re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
+        for heading in HEADING.finditer(FENCED.sub("", text))
+    ]
+
+
+def shape(page: Path) -> dict[str, list[str] | int]:
+    """What a translation has in common with its page: levels of headings, blocks of code, rows of tables, links."""
+    text = without_mark(page.read_text(encoding="utf-8"))
+    prose = FENCED.sub("", text)
+    return {
+        "headings": [heading[1] for heading in HEADING.finditer(prose)],
+        "blocks of code": len(FENCED.findall(text)),
+        "rows of tables": sum(1 for line in prose.splitlines() if line.startswith("|")),
+        "links": len(LINK.findall(prose)),
+    }
 
 
 def problems() -> list[str]:
@@ -67,6 +160,12 @@ def problems() -> list[str]:
             found.append(f"{name} has no translation {translation.relative_to(ROOT).as_posix()}")
         elif is_outdated(translation):
             found.append(f"{translation.relative_to(ROOT).as_posix()} is older than {name}")
+        else:
+            has, wants = shape(translation), shape(page)
+            for what in wants:
+                if has[what] != wants[what]:
+                    place = translation.relative_to(ROOT).as_posix()
+                    found.append(f"{place} has other {what} than {name}: {has[what]} instead of {wants[what]}")
     known = {translated(page) for page in pages}
     for page in sorted(CHINESE.glob("**/*.md")):
         if page not in known:

@@ -72,22 +72,63 @@ def test_a_page_that_no_table_of_contents_lists_is_named(script):
         build.navigation(build.ENGLISH, ["index.md", "guides/own_reward.md", "guides/unlisted.md"])
 
 
-def test_a_translation_is_outdated_once_its_page_has_changed(script, tmp_path, monkeypatch):
+@pytest.fixture
+def translated(script, tmp_path, monkeypatch):
+    """The script over a small repository: an English page, and its translation that is not marked yet."""
     translations = script("translations")
     monkeypatch.setattr(translations, "ROOT", tmp_path)
     monkeypatch.setattr(translations, "CHINESE", tmp_path / "docs" / "zh")
-    english, chinese = tmp_path / "docs" / "faq.md", tmp_path / "docs" / "zh" / "faq.md"
-    chinese.parent.mkdir(parents=True)
+    (tmp_path / "docs" / "zh" / "guides").mkdir(parents=True)
+    (tmp_path / "docs" / "guides").mkdir()
     (tmp_path / "README.md").write_text("# UniRL\n")
-    english.write_text("# Questions\n")
-    chinese.write_text("# 问题\n")
-    missing = "README.md has no translation {}/start.md".format("docs/zh")
-    outdated = "{0}/zh/faq.md is older than {0}/faq.md".format("docs")
-    assert translations.problems() == [missing, outdated]
-    translations.mark(chinese)
-    assert translations.problems() == [missing]
-    assert translations.without_mark(chinese.read_text()) == "# 问题\n"
-    english.write_text("# Questions\n\nWhy?\n")
-    assert translations.problems() == [missing, outdated]
-    (chinese.parent / "lost.md").write_text("# 无\n")
-    assert translations.problems()[-1].endswith("zh/lost.md translates no page")
+    (tmp_path / "docs" / "faq.md").write_text("# Questions\n\n[why](guides/why.md#the-reason) [start](../README.md)\n")
+    (tmp_path / "docs" / "guides" / "why.md").write_text("# Why\n\n## The reason\n\n```bash\n# run\n```\n")
+    (tmp_path / "docs" / "zh" / "start.md").write_text("# UniRL\n")
+    (tmp_path / "docs" / "zh" / "faq.md").write_text(
+        "# 问题\n\n[开始](../README.md) [原因](guides/why.md#the-reason)\n"
+    )
+    (tmp_path / "docs" / "zh" / "guides" / "why.md").write_text("# 为什么\n\n## 原因\n\n```bash\n# 运行\n```\n")
+    translations.mark(tmp_path / "docs" / "zh" / "start.md")
+    translations.mark(tmp_path / "docs" / "zh" / "guides" / "why.md")
+    return translations
+
+
+def test_marking_a_translation_mends_its_links(translated):
+    page = translated.CHINESE / "faq.md"
+    assert translated.problems() == ["{0}/zh/faq.md is older than {0}/faq.md".format("docs")]
+    translated.mark(page)
+    assert translated.problems() == []
+    text = "# 问题\n\n[开始](start.md) [原因](guides/why.md#the-reason)\n"
+    assert translated.without_mark(page.read_text()) == text
+    translated.mark(page)
+    assert translated.without_mark(page.read_text()) == text
+    page.write_text(text.replace("start.md", "other.md"))
+    with pytest.raises(SystemExit, match=r"other\.md is no link of"):
+        translated.mark(page)
+
+
+def test_a_translation_is_outdated_once_its_page_has_changed(translated):
+    page = translated.ROOT / "docs" / "guides" / "why.md"
+    translated.mark(translated.CHINESE / "faq.md")
+    page.write_text(page.read_text() + "\nMore.\n")
+    assert translated.problems() == ["{0}/zh/guides/why.md is older than {0}/guides/why.md".format("docs")]
+
+
+def test_a_translation_that_is_cut_short_or_of_nothing_is_found(translated):
+    page = translated.CHINESE / "guides" / "why.md"
+    page.write_text("# 为什么\n")
+    translated.mark(page)
+    translated.mark(translated.CHINESE / "faq.md")
+    (translated.CHINESE / "lost.md").write_text("# 无\n")
+    found = translated.problems()
+    assert [line.split(" than ")[0].split(" has other ")[-1] for line in found[:2]] == ["headings", "blocks of code"]
+    assert found[2].endswith("zh/lost.md translates no page")
+    (translated.CHINESE / "start.md").unlink()
+    assert "README.md has no translation {}/start.md".format("docs/zh") in translated.problems()
+
+
+def test_headings_of_a_translation_have_the_english_anchors(translated):
+    page = translated.CHINESE / "guides" / "why.md"
+    assert translated.with_anchors(page.read_text(), translated.original(page)).startswith(
+        "# 为什么 {#why}\n\n## 原因 {#the-reason}\n\n```bash\n# 运行\n```\n"
+    )
