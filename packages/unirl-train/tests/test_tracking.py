@@ -14,7 +14,7 @@ from PIL import Image, ImageSequence
 from rich.console import Console
 
 from unirl.tracking import video
-from unirl.tracking.console import ConsoleTracker, reward_formula, sparkline
+from unirl.tracking.console import ConsoleTracker, folded, reward_formula, sparkline
 from unirl.tracking.jsonl import ALERTS, JsonlTracker, read_metrics
 from unirl.tracking.media import GREEN, RED, answered, before_after, grid, marks
 from unirl.tracking.media_files import write_medium
@@ -164,6 +164,17 @@ def test_a_run_begins_with_the_reward_that_it_trains_on(tmp_path, reward, formul
     out = io.StringIO()
     ConsoleTracker(console=Console(file=out, width=100)).start({**CONFIG, "reward": reward}, tmp_path, 0)
     assert f"reward: {formula}\n" in out.getvalue()
+
+
+def test_plain_lines_are_folded_between_values():
+    assert (
+        folded("1/40  ", ["reward 1.5", "loss 0.25", "train 3.0s"], 28)
+        == "1/40  reward 1.5  loss 0.25\n      train 3.0s"
+    )
+    assert (
+        folded("1/40  ", ["a value that is wider than all of it"], 10) == "1/40  a value that is wider than all of it"
+    )
+    assert folded("1/40  ", [], 10) == "1/40  "
 
 
 def test_tensorboard_writes_scalars_and_pictures_and_purges_on_resume(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def next_steps(summary: Summary, after: After, width: int = 80) -> str:
     trainer, run = ["uv", "run", "trainer"], shlex.quote(run_dir)
     trust = ["--trust"] if after.needs_trust else []
     commands = [
-        ("curves", ["uv", "run", "tensorboard", "--logdir", shlex.quote(f"{run_dir}/tensorboard")]),
+        ("view", [*trainer, "view", run]),
         *([("evaluate", [*trainer, "eval", run, *trust])] if after.evaluates else []),
         *[(label, [*words, *trust]) for label, words in exports([*trainer, "export", run], after.trains_lora)],
         *([] if summary["is_complete"] else [("continue", [*trainer, run, "resume=auto", *trust])]),

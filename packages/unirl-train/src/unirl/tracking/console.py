@@ -24,6 +24,8 @@ SHOWN_ROWS = 4
 """Rows of a table that the terminal shows; the run directory has all."""
 MAX_CELL = 120
 """Characters of a cell before it is cut."""
+SHORTEST_S = 0.05
+"""Seconds below which a line of plain output leaves a phase out."""
 SHOWN = ("reward/mean", "group/zero_std_ratio", "train/loss", "train/grad_norm", "train/lr", "policy/clipfrac_high")
 
 
@@ -39,6 +41,16 @@ def sparkline(values: list[float], width: int = SPARKLINE_WIDTH, *, blocks: str 
     if high == low:
         return blocks[len(blocks) // 2] * num_bins
     return "".join(blocks[round((value - low) / (high - low) * (len(blocks) - 1))] for value in bins)
+
+
+def folded(head: str, parts: Sequence[str], width: int) -> str:
+    """Parts two spaces apart on lines of at most `width` characters, each after the head or below what follows it."""
+    lines = [head]
+    for part in parts:
+        if lines[-1].strip() and lines[-1] != head and len(lines[-1]) + 2 + len(part) > width:
+            lines.append(" " * len(head))
+        lines[-1] += part if not lines[-1].strip() or lines[-1] == head else f"  {part}"
+    return "\n".join(lines)
 
 
 def scorer_weights(reward: Config) -> dict[str, float]:
@@ -128,7 +140,7 @@ class ConsoleTracker:
         if self._live is not None:
             self._live.refresh()
         elif evaluation or step % self._every == 0 or step == self._total:
-            self._console.print(self._line(step, metrics), soft_wrap=True)
+            self._console.print(self._lines(step, metrics), soft_wrap=True)
 
     def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
         """Images are written to the run directory; a terminal shows none."""
@@ -165,12 +177,14 @@ class ConsoleTracker:
             self._live.stop()
             self._live = None
 
-    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        parts = [f"{step}/{self._total}"]
-        parts += [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+    def _lines(self, step: int, metrics: Mapping[str, float]) -> str:
+        """A step as text, folded between values at the width of the output."""
+        parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
         parts += [f"eval/{name} {value:.3f}" for name, value in self._scores(metrics)]
-        parts += [f"{phase} {metrics[f'timing_s/{phase}']:.1f}s" for phase in PHASES if f"timing_s/{phase}" in metrics]
-        return "  ".join(parts)
+        seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+        parts += [f"{phase} {value:.1f}s" for phase, value in seconds.items() if value >= SHORTEST_S]
+        head = f"{step}/{self._total}  "
+        return folded(head, parts, self._console.width)
 
     def _scores(self, metrics: Mapping[str, float]) -> list[tuple[str, float]]:
         """The held-out means worth a line: the one that the best checkpoint is chosen by, and the reward."""
