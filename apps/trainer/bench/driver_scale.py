@@ -1,6 +1,7 @@
 """What the driver does at 64, 256 and 1,024 GPUs, by the real code on virtual time.
 
-    uv run python apps/trainer/bench/driver_scale.py [--gpus 64 256 1024] [--rollouts 12] [--threads] [--profile 1024]
+    uv run python apps/trainer/bench/driver_scale.py [--gpus 64 256 1024] [--rollouts 12] [--requests 2]
+        [--window 0.3] [--at-once 1] [--threads] [--profile 1024]
 
 The real data source, collector, slots, asynchronous loop, learner, served pool and groups of workers. Half of the GPUs
 are members of a served pool of engines, a quarter score, a quarter train; each is an object of this process that takes
@@ -91,7 +92,9 @@ class Latency:
         return self.mean_s * draw.lognormvariate(-(self.spread**2) / 2, self.spread)
 
 
-LATENCIES = {"generate": Latency(100.0, 0.5), "score_track": Latency(80.0, 0.25), "train": Latency(300.0, 0.1)}
+REWARD_S = 80.0
+"""Mean of a worker's share of a request's rewards, where a rollout has `REQUESTS_PER_ROLLOUT`."""
+LATENCIES = {"generate": Latency(100.0, 0.5), "score_track": Latency(REWARD_S, 0.25), "train": Latency(300.0, 0.1)}
 
 
 @dataclass
@@ -437,8 +440,21 @@ class Steps:
     start = image = video = sound = table = finish = close = ignored
 
 
-def steps_of(sizes: Sizes, num_rollouts: int, wire: Wire, now: Callable[[], float]) -> list[dict[str, float]]:
-    """A whole run of the asynchronous loop; the metrics and counts of each step."""
+def steps_of(
+    sizes: Sizes,
+    num_rollouts: int,
+    wire: Wire,
+    now: Callable[[], float],
+    *,
+    requests: int = REQUESTS_PER_ROLLOUT,
+    window: int = 1,
+    at_once: int | None = None,
+) -> list[dict[str, float]]:
+    """A whole run of the asynchronous loop; the metrics and counts of each step.
+
+    requests: per rollout. window, at_once: see `AsyncTrainer`.
+    """
+    LATENCIES["score_track"] = Latency(REWARD_S * REQUESTS_PER_ROLLOUT / requests, 0.25)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         rows = [
@@ -477,18 +493,23 @@ def steps_of(sizes: Sizes, num_rollouts: int, wire: Wire, now: Callable[[], floa
                 loop=functools.partial(
                     AsyncTrainer,
                     max_staleness=MAX_STALENESS,
-                    groups_per_request=sizes.batch_size // REQUESTS_PER_ROLLOUT,
+                    groups_per_request=sizes.batch_size // requests,
+                    window=window,
+                    requests_at_once=at_once,
                     log=OrderLog(Path(folder) / REQUESTS),
                 ),
             ).run()
         return tracker.steps
 
 
-def simulated(num_gpus: int, num_rollouts: int, **options: Any) -> list[dict[str, float]]:
-    """A run on virtual time. options: of the wire."""
+def simulated(
+    num_gpus: int, num_rollouts: int, aside: Callable[[], Any] = contextlib.nullcontext, **schedule: Any
+) -> list[dict[str, float]]:
+    """A run on virtual time. aside: see `Wire`. schedule: see `steps_of`."""
     threads = VirtualThreads()
     with threads.running():
-        return steps_of(Sizes(num_gpus), num_rollouts, Wire(threads.sleep, **options), lambda: threads.now_s)
+        wire = Wire(threads.sleep, aside=aside)
+        return steps_of(Sizes(num_gpus), num_rollouts, wire, lambda: threads.now_s, **schedule)
 
 
 HEAD = {
@@ -543,9 +564,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rollouts", type=int, default=12)
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS_PER_ROLLOUT, help="per rollout; rewards are shared out"
+    )
+    parser.add_argument("--window", type=float, default=0.0, help="schedule.window")
+    parser.add_argument("--at-once", type=int, help="schedule.requests_at_once")
     parser.add_argument("--threads", action="store_true", help="ordinary threads, and workers that take no time")
     parser.add_argument("--profile", type=int, metavar="N", help="list what takes the driver's time at N GPUs")
     given = parser.parse_args()
+    schedule: dict[str, Any] = {
+        "requests": given.requests,
+        "window": max(1, math.floor(given.window * given.requests)),
+        "at_once": given.at_once,
+    }
     logging.getLogger("unirl").setLevel(logging.ERROR)  # steps of minutes are what a warning of long waits is about
     if given.profile is not None:
         profiled(given.profile, given.rollouts)
@@ -554,9 +585,9 @@ def main() -> None:
     print("|---" * len(HEAD) + "|")
     for num_gpus in given.gpus:
         if given.threads:
-            steps = steps_of(Sizes(num_gpus), given.rollouts, Wire(), lambda: 0.0)
+            steps = steps_of(Sizes(num_gpus), given.rollouts, Wire(), lambda: 0.0, **schedule)
         else:
-            steps = simulated(num_gpus, given.rollouts)
+            steps = simulated(num_gpus, given.rollouts, **schedule)
         print("| " + " | ".join(row(num_gpus, steps[WARMUP:-MAX_STALENESS])) + " |", flush=True)
 
 

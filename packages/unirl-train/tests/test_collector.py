@@ -190,12 +190,12 @@ def test_the_state_of_a_checkpoint_is_that_before_the_oldest_unfinished_rollout(
         rollouts.append(made.collector.collect(rollout_id))
         assert made.collector.state_dict() == states[0]
         states.append({**states[0], "data": made.data.state_dict()})
-    made.collector.finished(0)
+    made.collector.finished(0, [0])
     assert made.collector.state_dict() == states[1] != states[0]
     again = Made(tmp_path, branches=False)
     again.collector.load_state_dict(states[1], changed=set())
     assert again.collector.collect(1).resp.meta.root_track().sample_ids == rollouts[1].resp.meta.root_track().sample_ids
-    made.collector.finished(1)
+    made.collector.finished(1, [1])
     assert made.collector.state_dict() == states[2]
 
 

@@ -20,7 +20,7 @@ from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.weight_sync.served_syncs import PushedPool, ServedSyncs
 from unirl.distributed.worker import Worker, WorkerContext
 from unirl.trainer.loops.order import REQUESTS, read_order
-from unirl.types.errors import ConfigError, WorkerError
+from unirl.types.errors import CheckpointError, ConfigError, WorkerError
 from unirl.types.rollout import RolloutReq
 
 
@@ -261,3 +261,68 @@ def test_what_a_call_raises_ends_the_run_and_all_its_threads(tmp_path: Path):
         own.trainer.run()
     assert not [thread for thread in threading.enumerate() if "_repeat" in thread.name]
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == bool(own.groups)
+
+
+def test_a_slow_request_is_overtaken_and_the_order_is_repeated(tmp_path: Path):
+    own = Served(tmp_path / "own", 3, 1, num_rollouts=4, window=3)
+    held = threading.Event()
+
+    def then(member: Any, req: RolloutReq) -> None:
+        if req.number == 1:
+            assert held.wait(WAIT_S)
+
+    own.each_call(then)
+    own.part("stack").then = lambda num: held.set()
+    own.trainer.run()
+    assert own.groups[0] == ["prompt:p0", "prompt:p2", "prompt:p3", "prompt:p4"]
+    trained = [group for groups in own.groups for group in groups]
+    assert sorted(trained) == sorted(f"prompt:p{n}" for n in range(16))
+    assert "prompt:p1" in own.groups[1] + own.groups[2], "its call ends before the push that follows"
+    assert own.notes.logged[1]["schedule/requests_overtaken"] == 1
+    assert all(0 <= lag <= 3 for lags in own.part("stack").lags for lag in lags) and own.runtime.num_held() == 0
+    assert any(line.get("trained") == 0 and line["request"] == 4 for line in own.lines(tmp_path / "own"))
+
+    order = read_order(tmp_path / "own" / REQUESTS, num_requests=16, per_rollout=4, max_staleness=3)
+    again = Served(tmp_path / "again", 3, 1, num_rollouts=4, window=3, order=order)
+    again.each_call(at_random(1))
+    again.trainer.run()
+    assert_same(again, own)
+
+
+def test_a_run_that_is_resumed_asks_for_what_was_overtaken_and_not_for_what_was_trained_on(tmp_path: Path):
+    own = Served(tmp_path / "own", 3, 1, num_rollouts=4, window=3)
+    stopped = threading.Event()
+
+    def then(member: Any, req: RolloutReq) -> None:
+        if req.number == 1:
+            assert stopped.wait(WAIT_S)
+
+    def trained(num: int) -> None:
+        own.stop.set()
+        stopped.set()
+
+    own.each_call(then)
+    own.part("stack").then = trained
+    assert own.trainer.run()["is_complete"] is False
+    begun = [group for groups in own.groups for group in groups]
+    assert begun == ["prompt:p0", "prompt:p2", "prompt:p3", "prompt:p4"]
+    with pytest.raises(CheckpointError, match=r"requests overtook others \(schedule.window\)"):
+        Served(tmp_path / "own", None, num_rollouts=4).trainer.run(resume="auto")
+    with pytest.raises(CheckpointError, match=r"requests of 1 prompts ahead of older ones, and this run has 2"):
+        Served(tmp_path / "own", 3, 2, num_rollouts=4).trainer.run(resume="auto")
+    again = Served(tmp_path / "own", 3, 1, num_rollouts=4, window=3)
+    again.trainer.run(resume="auto")
+    assert again.groups[0][0] == "prompt:p1"
+    assert sorted([*begun, *(group for groups in again.groups for group in groups)]) == sorted(
+        f"prompt:p{n}" for n in range(16)
+    )
+
+
+def test_an_order_with_uneven_rollouts_is_refused(tmp_path: Path):
+    path = tmp_path / REQUESTS
+    lines = [{"request": n, "version": 0, "trained": trained} for n, trained in enumerate([0, 0, 0, 1])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(
+        ConfigError, match="trains on 3 of the requests of this run with rollout 0, where this run takes 2"
+    ):
+        read_order(path, num_requests=4, per_rollout=2, max_staleness=1)

@@ -41,6 +41,65 @@ def test_whatever_the_order_of_events_every_request_is_trained_on_once_and_none_
     assert slots.admit(until=first + ROLLOUTS) is None and largest <= max_staleness
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**16))
+def test_with_a_window_every_request_is_trained_on_once_none_is_too_old_and_a_resumed_run_has_the_others(
+    per_rollout, max_staleness, window, seed
+):
+    draw = random.Random(seed)
+    slots = Slots[int](per_rollout, max_staleness, min(window, per_rollout))
+    slots.start(0)
+    running, trained, overtaken = [], [], 0
+    while slots.version < ROLLOUTS:
+        event = draw.choice(
+            ["admit", "finish", "train", "resume"] if draw.random() < 0.05 else ["admit", "finish", "train"]
+        )
+        if event == "admit" and (slot := slots.admit(until=ROLLOUTS)) is not None:
+            running.append(slot)
+        elif event == "finish" and running:
+            slot = running.pop(draw.randrange(len(running)))
+            slot.item = slot.number
+        elif event == "train" and (batch := slots.oldest()) is not None:
+            assert len(batch) == per_rollout and batch == sorted(batch, key=lambda slot: slot.number)
+            assert all(0 <= slots.version - slot.version <= max_staleness for slot in batch)
+            oldest = min(slot.number for slot in slots._slots)
+            assert batch[-1].number - oldest < (ROLLOUTS if window > 1 else 1) * per_rollout
+            overtaken += slots.num_overtaken
+            trained += [slot.item for slot in batch]
+            slots.free()
+        elif event == "resume":
+            version, done = slots.version, set(trained)
+            oldest = min(set(range(ROLLOUTS * per_rollout)) - done, default=ROLLOUTS * per_rollout)
+            slots, running = Slots[int](per_rollout, max_staleness, min(window, per_rollout)), []
+            slots.start(version, first=oldest, ahead=[number for number in done if number > oldest])
+    assert sorted(trained) == list(range(ROLLOUTS * per_rollout))
+    assert slots.admit(until=ROLLOUTS) is None
+    if min(window, per_rollout) == 1:
+        assert trained == sorted(trained) and not overtaken
+
+
+def test_a_slow_request_is_overtaken_until_it_would_be_too_old():
+    slots = Slots[str](2, 2, 2)
+    admitted = [slots.admit(until=9) for _ in range(6)]
+    assert all(admitted)
+    for slot in slots._slots[1:]:
+        slot.item = "a"
+    assert numbers(slots) == [1, 2] and slots.num_overtaken == 1
+    slots.free()
+    assert numbers(slots) == [3, 4] and slots.num_overtaken == 1
+    slots.free()
+    assert slots.oldest() is None, "the next rollout would be three versions after it began"
+    slots._slots[0].item = "a"
+    assert numbers(slots) == [0, 5] and slots.num_overtaken == 0
+    with pytest.raises(ContractError, match="a window of 3"):
+        Slots(2, 1, 3)
+
+
+def numbers(slots):
+    found = slots.oldest()
+    return None if found is None else [slot.number for slot in found]
+
+
 def test_without_staleness_a_rollout_is_admitted_when_the_one_before_is_trained_on():
     slots = Slots[str](2, 0)
     first, second = slots.admit(until=9), slots.admit(until=9)

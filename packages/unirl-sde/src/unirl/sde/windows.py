@@ -33,6 +33,8 @@ class StepWindow:
 
     takes_every_step: ClassVar[bool] = False
     """True if every step is stochastic, but for the last where `exclude_last` says so."""
+    varies: ClassVar[bool] = False
+    """True if rollouts may have different steps."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class FirstFraction(StepWindow):
 class RandomSubset(StepWindow):
     """`num_sde_steps` distinct steps, drawn anew for every rollout from a stretch of the schedule."""
 
+    varies: ClassVar[bool] = True
     num_steps: Annotated[int, Bounds(ge=1)]
     num_sde_steps: Annotated[int, Bounds(ge=1)]
     fraction: Annotated[tuple[float, float], Bounds(ge=0, le=1)] = (0.0, 1.0)
@@ -138,6 +141,7 @@ class MixGRPOWindow(StepWindow):
     its default. Source: MixGRPO (arXiv 2507.21802), its sliding window.
     """
 
+    varies: ClassVar[bool] = True
     num_steps: Annotated[int, Bounds(ge=1)]
     window_size: Annotated[int, Bounds(ge=1)] = 4
     iters_per_window: Annotated[int, Bounds(ge=1)] = 25

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed
+from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed, UnitInterval
 from unirl.types.device_kinds import DeviceChoice
 
 Node = Mapping[str, Any]  # Any: a component's keys in a recipe
@@ -241,11 +242,18 @@ class Schedule:
     """Versions by which the weights that train may be newer than those that a sample began with; None: 1 of async."""
     groups_per_request: PositiveInt | None = None
     """Prompts that the engine is asked for at once; None: those of a rollout. New weights are taken in between."""
+    window: UnitInterval = 0.0
+    """Share of a rollout's requests, W of them, but at least 1: it is made of those that finish first among its own and
+    the next W - 1, so that a slow one holds up none. 0: requests are trained on in order."""
     requests_at_once: PositiveInt | None = None
     """Requests that engines of served pools have at most, so that members which are done with one begin the next; None:
     all that `max_staleness` allows. Other engines take one."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""
+
+    def window_of(self, batch_size: int) -> int:
+        """W in requests."""
+        return max(1, math.floor(self.window * (batch_size // (self.groups_per_request or batch_size))))
 
     @property
     def staleness(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.train.checkpoint.saved import DRIVER_STATE
@@ -94,12 +94,13 @@ class Trainer:
         done = rollout_id + 1
         return functools.partial(self._record.show_rollout, done=done) if self._record.shows(done) else None
 
-    def _learned(self, rollout: ScoredRollout) -> dict[str, float]:
-        """Train on a rollout, which is then finished; returns the metrics of training."""
+    def _learned(self, rollout: ScoredRollout, requests: Sequence[int] | None = None) -> dict[str, float]:
+        """Train on a rollout, which is then finished; returns the metrics of training. requests: what it is made of;
+        None: the request of its own number."""
         done = rollout.rollout_id + 1
         trained = self._learner.train(rollout, self._record.recorded(done))
         self._record.keep_traces(done, self._learner.take_traces())
-        self.collector.finished(rollout.rollout_id)
+        self.collector.finished(rollout.rollout_id, [rollout.rollout_id] if requests is None else requests)
         self._record.note(trained, rollout.num_samples)
         return trained
 
@@ -201,8 +202,17 @@ class Trainer:
             changed.add("track_advantages")
         self._done = int(state["next_rollout"])
         self.collector.load_state_dict(state, changed=changed)
+        if self.collector.left_over is not None and not self._takes_left_over():
+            raise CheckpointError(
+                "the checkpoint is of a schedule whose requests overtook others (schedule.window), which are still to "
+                "be trained on. Resume with schedule.kind: async."
+            )
         self._learner.load_state_dict(state, changed=changed)
         self._record.load_state_dict(state, changes=changes)
+
+    def _takes_left_over(self) -> bool:
+        """True if the loop continues where requests were overtaken, see `Collector.left_over`."""
+        return False
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and data rows that differ from a checkpoint's."""

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic
 
 import torch
@@ -71,6 +71,30 @@ class ScoredRollout:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class RequestOf:
+    """Which request of a run is asked for."""
+
+    rollout: int
+    number: int
+    """Requests are numbered in the order in which they take prompts."""
+    skips: int = 0
+    """Requests before it that are trained on already: their prompts are passed over."""
+    mixes: int = 0
+    """Earlier rollouts whose requests it may be trained on with, so that ids differ from theirs."""
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """Requests that were overtaken where a run was saved."""
+
+    oldest: int
+    """The oldest request that is not trained on."""
+    ahead: Sequence[int]
+    """Later ones that are."""
+    prompts_per_request: int
+
+
 class Collector(Generic[ParamsT]):
     """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or move between them.
 
@@ -120,9 +144,14 @@ class Collector(Generic[ParamsT]):
         self.engine_in_use = threading.Lock()
         self._asking = threading.Lock()
         self._unfinished: dict[int, dict[str, Any]] = {}
-        """State of the requests before the first one of each unfinished rollout."""
+        """State of the requests before each unfinished one, by its number."""
+        self._ahead: set[int] = set()
+        """Finished requests that are newer than an unfinished one."""
+        self._prompts_per_request = settings.batch_size
+        self.left_over: LeftOver | None = None
+        """What a checkpoint says of overtaken requests; None: there were none."""
         self._asked: dict[int, list[str]] = {}
-        """Ids of the prompts that each unfinished rollout was asked for."""
+        """Rollout -> ids of the prompts that it was asked for; of the last ones."""
         self._untrained: dict[int, dict[str, Any]] = {}
         """State of the advantages before each unfinished rollout that has some."""
 
@@ -145,15 +174,18 @@ class Collector(Generic[ParamsT]):
 
     def generated(self, rollout_id: int, num_prompts: int) -> Held:
         """The first half of `sampled`: samples without rewards."""
-        return self.made(self.asked(rollout_id, num_prompts))
+        return self.made(self.asked(RequestOf(rollout_id, rollout_id), num_prompts))
 
-    def asked(self, rollout_id: int, num_prompts: int) -> RolloutReq:
+    def asked(self, own: RequestOf, num_prompts: int) -> RolloutReq:
         """A request for the next prompts, of a rollout or a part of one."""
         with self._clock.phase("other"), self._asking:
-            self._unfinished.setdefault(rollout_id, self._request_state())
-            rows = self._distinct(self._data.next(num_prompts), rollout_id)
+            self._prompts_per_request = num_prompts
+            if own.skips:
+                self._data.next(own.skips * num_prompts)
+            self._unfinished[own.number] = self._request_state()
+            rows = self._distinct(self._data.next(num_prompts), own)
         with self._clock.phase("other"):
-            return self._modality.request(self._runtime, rows, self._sampling, rollout_id)
+            return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
 
     def made(self, req: RolloutReq) -> Held:
         """The samples of a request. Of requests with a number (`RolloutReq.number`) several may be made at once, each
@@ -182,20 +214,26 @@ class Collector(Generic[ParamsT]):
             metrics["group/trained_samples"] = float(resp.meta.batch_size)
         return ScoredRollout(rollout_id, progress, resp, num_samples, metrics)
 
-    def finished(self, rollout_id: int) -> None:
-        """Mark a rollout as trained on, so that it is not collected again."""
+    def finished(self, rollout_id: int, requests: Sequence[int]) -> None:
+        """Mark a rollout as trained on, so that its requests are not collected again."""
         with self._asking:
-            del self._unfinished[rollout_id], self._untrained[rollout_id], self._asked[rollout_id]
+            for request in requests:
+                del self._unfinished[request]
+            del self._untrained[rollout_id]
+            oldest = min(self._unfinished, default=None)
+            self._ahead = set() if oldest is None else {each for each in (*self._ahead, *requests) if each > oldest}
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """A request for the next prompts of the data, with everything pinned."""
         return self._modality.request(self._runtime, self._data.next(num_prompts), self._sampling, rollout_id)
 
-    def _distinct(self, rows: Sequence[PromptRow], rollout_id: int) -> list[PromptRow]:
+    def _distinct(self, rows: Sequence[PromptRow], own: RequestOf) -> list[PromptRow]:
         """Rows whose ids are unique among all requests of the rollout, as they are within one: data may begin again."""
-        known = self._asked.setdefault(rollout_id, [])
+        oldest = own.rollout - own.mixes
+        self._asked = {rollout: ids for rollout, ids in self._asked.items() if rollout >= oldest}
+        known = [name for ids in self._asked.values() for name in ids]
         found = unique_ids([*known, *(row.prompt_id for row in rows)])[len(known) :]
-        known += [row.prompt_id for row in rows]
+        self._asked.setdefault(own.rollout, []).extend(row.prompt_id for row in rows)
         return [dataclasses.replace(row, prompt_id=name) for row, name in zip(rows, found, strict=True)]
 
     # Rewards and refills ----------------------------------------------------------------------------------------
@@ -366,7 +404,11 @@ class Collector(Generic[ParamsT]):
             return {
                 **(asked[min(asked)] if asked else self._request_state()),
                 **(untrained[min(untrained)] if untrained else self._advantage_state()),
+                **({"left_over": asdict(self._overtaken())} if self._ahead else {}),
             }
+
+    def _overtaken(self) -> LeftOver:
+        return LeftOver(min(self._unfinished), sorted(self._ahead), self._prompts_per_request)
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
         """Restore `state_dict`; state about changed rows or rewards is reset.
@@ -381,6 +423,9 @@ class Collector(Generic[ParamsT]):
             for track, each in self._track_advantages.items():
                 each.load_state_dict(state["track_advantages"][track])
         self._num_dropped_groups = state["num_dropped_groups"]
+        left = state.get("left_over")
+        self.left_over = None if left is None or changed & {"seed", "data"} else LeftOver(**left)
+        self._ahead = set() if self.left_over is None else set(self.left_over.ahead)
 
 
 def trained_tokens(resp: Held, track: str) -> Tensor:

@@ -26,13 +26,15 @@ from typing import Any
 from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
-from unirl.trainer.collector import ScoredGroups
+from unirl.trainer.collector import RequestOf, ScoredGroups
 from unirl.trainer.guardrails import PARTS, WALL_S
 from unirl.trainer.loops.calls import CallOrder, CallsEndedError
 from unirl.trainer.loops.order import Begun, OrderLog
 from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
+from unirl.types.errors import CheckpointError
 from unirl.types.heartbeat import Activity
+from unirl.types.rollout import RolloutReq
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class AsyncTrainer(Trainer):
 
     groups_per_request: prompts of one request; None: all of a rollout. Smaller ones are fresher and let engine and
     reward overlap more, larger ones fill the engine better.
+    window: see `unirl.trainer.loops.slots.Slots`.
     requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
         take one, and a repeated order as many as it needs.
     log, order: write down, and repeat, with which version of the weights each request and its calls begin; see
@@ -58,6 +61,7 @@ class AsyncTrainer(Trainer):
         *,
         max_staleness: int,
         groups_per_request: int | None = None,
+        window: int = 1,
         requests_at_once: int | None = None,
         log: OrderLog | None = None,
         order: Mapping[int, Begun] | None = None,
@@ -71,7 +75,8 @@ class AsyncTrainer(Trainer):
         self._measured_at = time.monotonic()
         self._changed = threading.Condition()
         """Guards what follows; notified when any of it changes."""
-        self._slots: Slots[ScoredGroups] = Slots(settings.batch_size // self._groups_per_request, max_staleness)
+        per_rollout = settings.batch_size // self._groups_per_request
+        self._slots: Slots[ScoredGroups] = Slots(per_rollout, max_staleness, window)
         most = self._slots.capacity
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._changed, order)
@@ -102,16 +107,26 @@ class AsyncTrainer(Trainer):
                 self._slots.free()
             self._held_up.clear()
         self._calls.open(self._slots.version)
-        slots = self._oldest()
+        slots = self._oldest(rollout_id)
         with self._busy["learner"].call(), self._clock.about(rollout=rollout_id):
             groups = [slot.item for slot in slots if slot.item is not None]
             rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
-            trained = self._learned(rollout)
+            trained = self._learned(rollout, [slot.number for slot in slots])
         own = self._metrics(slots, rollout.num_samples)
         return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics(), **own}
 
     def _loop(self) -> None:
-        self._slots.start(self._done)
+        left = self.collector.left_over
+        if left is not None and left.prompts_per_request != self._groups_per_request:
+            raise CheckpointError(
+                f"the checkpoint has trained on requests of {left.prompts_per_request} prompts ahead of older ones, "
+                f"and this run has {self._groups_per_request}. Resume with schedule.groups_per_request: "
+                f"{left.prompts_per_request}."
+            )
+        if left is None:
+            self._slots.start(self._done)
+        else:
+            self._slots.start(self._done, first=left.oldest, ahead=left.ahead)
         self._measured_at = time.monotonic()
         self._is_shared = self.collector.deal_by(self._calls)
         generate = [self._generate_among_others] * self._requests_at_once if self._is_shared else [self._generate]
@@ -128,6 +143,9 @@ class AsyncTrainer(Trainer):
                 thread.join()
             for left in (*self._slots.clear(), *(resp for _, resp in self._unscored)):
                 left.release()
+
+    def _takes_left_over(self) -> bool:
+        return True
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._hold_up("engine", "reward", before=done)
@@ -154,7 +172,7 @@ class AsyncTrainer(Trainer):
             return False
         self._note(slot)
         with self._request("engine", slot, activity):
-            resp = self.collector.generated(slot.rollout, self._groups_per_request)
+            resp = self.collector.made(self._asked(slot))
         with self._change():
             self._unscored.append((slot, resp))
         return True
@@ -167,21 +185,27 @@ class AsyncTrainer(Trainer):
                 return False
             self._note(slot)
             with self._request("engine", slot, activity):
-                req = self.collector.asked(slot.rollout, self._groups_per_request).replace(number=slot.number)
+                req = self._asked(slot).replace(number=slot.number)
         with self._busy["engine"].call(), activity.doing(_shown(slot)), self._about(slot):
             resp = self.collector.made(req)
         calls = self._calls.finish(slot.number)
         versions = {version for own in calls.values() for version in own}
         if versions != {slot.version}:
-            self._note(slot, calls)
+            slot.calls = calls
+            self._note(slot)
         with self._change():
             slot.newest = max(versions)
             self._unscored.append((slot, resp))
         return True
 
-    def _note(self, slot: Slot[ScoredGroups], calls: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    def _asked(self, slot: Slot[ScoredGroups]) -> RolloutReq:
+        mixes = self._slots.max_staleness if self._slots.window > 1 else 0
+        own = RequestOf(slot.rollout, slot.number, skips=slot.num_skipped, mixes=mixes)
+        return self.collector.asked(own, self._groups_per_request)
+
+    def _note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
         if self._log is not None:
-            self._log.begun(slot.number, slot.rollout, slot.version, calls)
+            self._log.begun(slot.number, slot.rollout, slot.version, slot.calls, trained)
 
     def _admitted(self) -> Slot[ScoredGroups] | None:
         is_due = self._order is None or self._is_next_due(self._order)
@@ -248,10 +272,18 @@ class AsyncTrainer(Trainer):
         self._wait("the end of a request", lambda: self._working.isdisjoint(names) and self._calls.is_quiet)
         self._push_wait_s += time.monotonic() - begun
 
-    def _oldest(self) -> list[Slot[ScoredGroups]]:
-        """The requests of the oldest rollout, when they are finished; they keep their slots."""
-        self._wait("the requests of the oldest rollout", lambda: self._slots.oldest() is not None)
-        return self._slots.oldest() or []
+    def _oldest(self, rollout_id: int) -> list[Slot[ScoredGroups]]:
+        """The requests of this rollout, when they are finished; they keep their slots."""
+        wanted, per_rollout = None, self._slots.per_rollout
+        if self._order is not None:
+            wanted = {n for n, begun in self._order.items() if begun.rollout(n, per_rollout) == rollout_id}
+        self._wait("the requests of the oldest rollout", lambda: self._slots.oldest(wanted) is not None)
+        with self._changed:
+            slots = self._slots.oldest(wanted) or []
+        for slot in slots:
+            if slot.rollout != rollout_id:
+                self._note(slot, rollout_id)
+        return slots
 
     def _wait(self, what: str, is_settled: Callable[[], bool]) -> None:
         """Wait for the other threads. Raises what ended one."""
@@ -283,6 +315,7 @@ class AsyncTrainer(Trainer):
             "schedule/lag/newest": float(min(self._slots.version - slot.newest for slot in slots)),
             "schedule/lag/oldest": float(max(self._slots.version - slot.version for slot in slots)),
             "schedule/requests_waiting": float(waiting),
+            "schedule/requests_overtaken": float(self._slots.num_overtaken),
             "schedule/push_wait_s": held_s,
             **{f"schedule/{name}_idle_s": max(0.0, wall_s - seconds) for name, seconds in busy_s.items()},
             WALL_S: wall_s,

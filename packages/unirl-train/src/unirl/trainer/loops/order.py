@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from unirl.types.errors import ConfigError
 
 REQUESTS = "requests.jsonl"
 """File of a run directory: per request a line with `request`, its number, `rollout` and `version`, and another one with
-`calls` when one is answered whose calls began with several versions. The last line of a number counts."""
+`calls` if these began with several versions, and `trained`, the rollout that it was trained on with, if that is not its
+own. The last line of a number counts."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,12 @@ class Begun:
     version: int
     calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Pool -> version of each call, in the order of the samples. Empty: all began with `version`."""
+    trained: int | None = None
+    """The rollout that it was trained on with; None: its own."""
+
+    def rollout(self, request: int, per_rollout: int) -> int:
+        """The rollout that it is trained on with. request: its number."""
+        return request // per_rollout if self.trained is None else self.trained
 
 
 class OrderLog:
@@ -34,10 +42,17 @@ class OrderLog:
         self._writing = threading.Lock()
 
     def begun(
-        self, request: int, rollout: int, version: int, calls: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        request: int,
+        rollout: int,
+        version: int,
+        calls: Mapping[str, tuple[int, ...]] | None = None,
+        trained: int | None = None,
     ) -> None:
         """Add a line."""
-        line = {"request": request, "rollout": rollout, "version": version, **({"calls": calls} if calls else {})}
+        line: dict[str, Any] = {"request": request, "rollout": rollout, "version": version}  # Any: JSON
+        line.update({"calls": calls} if calls else {})
+        line.update({} if trained is None else {"trained": trained})
         with self._writing, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -70,15 +85,16 @@ def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness
         raise ConfigError(
             f"{at} cannot be read ({type(error).__name__}: {error}). Name the {REQUESTS} of a run directory."
         ) from error
-    before = 0
+    before, sizes = 0, Counter[int]()
     for request in range(num_requests):
-        begun, rollout = order.get(request), request // per_rollout
+        begun = order.get(request)
         if begun is None:
             raise ConfigError(
                 f"{at} has no request {request} of {num_requests}. Set num_rollouts and schedule.groups_per_request as "
                 "in the run that wrote it."
             )
-        version = begun.version
+        version, rollout = begun.version, begun.rollout(request, per_rollout)
+        sizes[rollout] += 1
         calls = [each for own in begun.calls.values() for each in own]
         if (
             not max(before, rollout - max_staleness)
@@ -94,9 +110,15 @@ def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness
                 "schedule.groups_per_request as in the run that wrote it."
             )
         before = version
+    if uneven := [rollout for rollout in range(num_requests // per_rollout) if sizes[rollout] != per_rollout]:
+        raise ConfigError(
+            f"{at} trains on {sizes[uneven[0]]} of the requests of this run with rollout {uneven[0]}, where this run "
+            f"takes {per_rollout}. Set num_rollouts and schedule.groups_per_request as in the run that wrote it."
+        )
     return {request: order[request] for request in range(num_requests)}
 
 
 def _begun(line: Mapping[str, Any]) -> Begun:  # Any: JSON
     calls = {str(pool): tuple(int(each) for each in own) for pool, own in line.get("calls", {}).items()}
-    return Begun(int(line["version"]), calls)
+    trained = line.get("trained")
+    return Begun(int(line["version"]), calls, None if trained is None else int(trained))

@@ -22,6 +22,8 @@ def schedule_says_what_it_does(run: ComposedRun) -> Messages:
         for key in ("max_staleness", "groups_per_request", "requests_at_once", "replay"):
             if getattr(schedule, key) is not None:
                 yield f"schedule.{key} does nothing with schedule.kind: sync. Set kind: async, or remove it."
+        if schedule.window:
+            yield "schedule.window does nothing with schedule.kind: sync. Set kind: async, or remove it."
         return
     if schedule.kind == "one_step_off":
         if schedule.max_staleness not in (None, 1):
@@ -83,18 +85,42 @@ def engines_sample_meanwhile(run: ComposedRun) -> Messages:
 
 
 def several_requests_are_of_served_pools(run: ComposedRun) -> Messages:
-    """Several requests at once are made by engines that all stand in served pools."""
-    several = run.file.schedule.requests_at_once or 1
-    if run.file.schedule.kind == "sync" or several == 1:
+    """Several requests at once are made by engines that all stand in served pools; only they overtake each other."""
+    schedule = run.file.schedule
+    said = f"requests_at_once = {schedule.requests_at_once}" if (schedule.requests_at_once or 1) > 1 else None
+    said = f"window = {schedule.window}" if schedule.window else said
+    if schedule.kind == "sync" or said is None:
         return
     served = {at for group in groups_of_run(run) if group.given.is_served for at in group.holds}
     for stage in run.stages:
         if stage.at not in served:
             yield (
-                f"schedule.requests_at_once = {several}, but {stage.engine.name} takes one request at a time. Put it "
+                f"schedule.{said}, but {stage.engine.name} takes one request at a time. Put it "
                 "in a served pool (pools.<name>.served: true), or remove the key."
             )
             return
+
+
+def a_window_overtakes_something(run: ComposedRun) -> Messages:
+    """A window holds more than one request, which may be older, and samples of several rollouts fit together."""
+    schedule = run.file.schedule
+    if not schedule.window or schedule.kind == "sync":
+        return
+    if not schedule.staleness:
+        yield f"schedule.window = {schedule.window} does nothing with max_staleness: 0. Raise it, or remove the window."
+    elif schedule.window_of(run.batch_size) == 1:
+        count = run.batch_size // (schedule.groups_per_request or run.batch_size)
+        yield (
+            f"schedule.window = {schedule.window} of the {count} requests of a rollout is less than 2, so that none is "
+            "overtaken. Raise it, or set a smaller schedule.groups_per_request."
+        )
+    for stage in run.stages:
+        scheduler = stage.sampling.inner.get("scheduler")
+        if scheduler is not None and scheduler.ability("varies") and stage.sampling.get("sde_indices") is None:
+            yield (
+                f"schedule.window puts samples of several rollouts together, and {scheduler.name} gives each rollout "
+                "other stochastic steps. Remove one of them."
+            )
 
 
 def requests_divide(run: ComposedRun) -> Messages:
@@ -164,6 +190,7 @@ RULES = (
     schedule_says_what_it_does,
     engines_sample_meanwhile,
     several_requests_are_of_served_pools,
+    a_window_overtakes_something,
     requests_divide,
     stale_samples_are_corrected,
 )

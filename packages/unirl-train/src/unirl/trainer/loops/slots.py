@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from unirl.types.errors import ContractError
@@ -22,6 +24,10 @@ class Slot(Generic[ItemT]):
     """Version of the weights when it was admitted."""
     newest: int = 0
     """Newest version with which any of its calls began."""
+    calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pool -> version with which each call began, if they differ from `version`."""
+    num_skipped: int = 0
+    """Requests right before it that an earlier run had trained on."""
     item: ItemT | None = None
     """What was made of it; None while it is being made."""
 
@@ -31,22 +37,33 @@ class Slots(Generic[ItemT]):
 
     per_rollout: requests of one rollout, which are trained on together.
     max_staleness: versions S by which the weights that train may be newer than those that a sample began with.
+    window: a rollout is made of the first finished requests among `per_rollout + window - 1`, so that with 1 requests
+        are trained on in the order of admission, and else up to `window - 1` slow ones are overtaken. One that would be
+        too old for the next rollout is waited for.
 
     There are (S + 1) * per_rollout slots. A request takes one when it is admitted; `free` returns those of a rollout
     when the weights trained on it are in the engine, as the next version. Requests are trained on in the order of
     admission, so one that is admitted behind at most S unfinished rollouts is trained on after at most S further
     versions: no sample is made that would be too old. With S = 0 a rollout is admitted when the one before is trained.
+    Where requests are overtaken, no more than `per_rollout` can be due at once.
     """
 
-    def __init__(self, per_rollout: int, max_staleness: int) -> None:
-        if per_rollout < 1 or max_staleness < 0:
-            raise ContractError(f"{per_rollout} requests per rollout, {max_staleness} versions: need >= 1 and >= 0")
+    def __init__(self, per_rollout: int, max_staleness: int, window: int = 1) -> None:
+        if per_rollout < 1 or max_staleness < 0 or not 1 <= window <= per_rollout:
+            raise ContractError(
+                f"{per_rollout} requests per rollout, {max_staleness} versions, a window of {window}: need >= 1, >= 0 "
+                "and at most a rollout"
+            )
         self.per_rollout = per_rollout
         self.max_staleness = max_staleness
+        self.window = window
         self.version = 0
         """Version of the weights that the engine has."""
         self._slots: list[Slot[ItemT]] = []
+        self._taken: list[Slot[ItemT]] = []
+        """The requests of the rollout that is trained on."""
         self._next = 0
+        self._ahead: frozenset[int] = frozenset()
 
     @property
     def capacity(self) -> int:
@@ -56,42 +73,71 @@ class Slots(Generic[ItemT]):
     @property
     def next_request(self) -> int:
         """Number of the request that is admitted next."""
-        return self._next
+        return next(number for number in itertools.count(self._next) if number not in self._ahead)
 
     @property
     def num_waiting(self) -> int:
         """Finished requests."""
         return sum(slot.item is not None for slot in self._slots)
 
-    def start(self, rollout: int) -> None:
-        """Begin with a rollout, whose version the engine has."""
-        self._next, self.version = rollout * self.per_rollout, rollout
+    def start(self, rollout: int, *, first: int | None = None, ahead: Collection[int] = ()) -> None:
+        """Begin with a rollout, whose version the engine has.
+
+        first: the oldest request that is not trained on, if that is of an earlier rollout. ahead: later ones that are.
+        """
+        self._next, self.version = rollout * self.per_rollout if first is None else first, rollout
+        self._ahead = frozenset(ahead)
 
     def admit(self, until: int) -> Slot[ItemT] | None:
         """The slot of the next request; None if all are taken, or it would belong to rollout `until`."""
-        if len(self._slots) == self.capacity or self._next == until * self.per_rollout:
+        number = self.next_request
+        if len(self._slots) == self.capacity or number >= until * self.per_rollout:
             return None
-        slot: Slot[ItemT] = Slot(self._next, self._next // self.per_rollout, self.version, self.version)
-        self._next += 1
+        slot: Slot[ItemT] = Slot(
+            number, number // self.per_rollout, self.version, self.version, num_skipped=number - self._next
+        )
+        self._next = number + 1
         self._slots.append(slot)
         return slot
 
-    def oldest(self) -> list[Slot[ItemT]] | None:
-        """The requests of the oldest rollout; None if some are not finished. Raises ContractError if one is too old."""
-        first = self._slots[: self.per_rollout]
-        if len(first) < self.per_rollout or any(slot.item is None for slot in first):
+    def oldest(self, wanted: Collection[int] | None = None) -> list[Slot[ItemT]] | None:
+        """The requests of the next rollout, oldest first; None if they are not finished. Raises ContractError if one is
+        too old.
+
+        wanted: their numbers, if an order is repeated.
+        """
+        if wanted is None:
+            found = self._first_finished()
+        else:
+            found = [slot for slot in self._slots if slot.number in wanted]
+        if len(found) < self.per_rollout or any(slot.item is None for slot in found):
             return None
-        for slot in first:
+        for slot in found:
             if self.version - slot.version > self.max_staleness:
                 raise ContractError(
                     f"request {slot.number} began at version {slot.version} and would be trained on at {self.version}, "
                     f"more than {self.max_staleness} later"
                 )
-        return first
+        self._taken = found
+        return found
+
+    def _first_finished(self) -> list[Slot[ItemT]]:
+        """Requests of the next rollout, fewer if that many are not finished; some may not be, which are waited for."""
+        window = self._slots[: self.per_rollout + self.window - 1]
+        due = [slot for slot in window if self.version - slot.version >= self.max_staleness]
+        others = [slot for slot in window if slot not in due and slot.item is not None]
+        return sorted([*due, *others][: self.per_rollout], key=lambda slot: slot.number)
+
+    @property
+    def num_overtaken(self) -> int:
+        """Requests older than the newest of the rollout that is trained on, and not in it."""
+        return sum(slot.number < self._taken[-1].number for slot in self._slots) - len(self._taken) + 1
 
     def free(self) -> None:
-        """Return the slots of the oldest rollout: the weights trained on it are the engine's next version."""
-        del self._slots[: self.per_rollout]
+        """Return the slots of the rollout that `oldest` gave: the weights trained on it are the next version."""
+        taken = {slot.number for slot in self._taken}
+        self._slots = [slot for slot in self._slots if slot.number not in taken]
+        self._taken = []
         self.version += 1
 
     def clear(self) -> list[ItemT]:
