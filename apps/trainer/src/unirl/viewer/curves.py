@@ -47,12 +47,26 @@ def drawn(curves: Sequence[Curve], num_points: int) -> Drawn:
     lost, and no point moves by more than a stretch.
     """
     own = [one_per_step(curve) for curve in curves]
-    steps = np.unique(np.concatenate([each[0] for each in own])) if own else np.zeros(0)
+    steps = _all_steps(own)
     if len(steps) <= num_points:
         return Drawn(steps, [_on_steps(curve, steps) for curve in own])
     edges = np.linspace(steps[0], steps[-1] + 1, max(1, num_points // 2) + 1)
     x = np.column_stack([edges[:-1], (edges[:-1] + edges[1:]) / 2]).ravel()
     return Drawn(x, [_extremes(curve, edges) for curve in own])
+
+
+def _all_steps(curves: Sequence[Curve]) -> np.ndarray:
+    """Steps that any curve has; each curve has its own in order."""
+    if not curves:
+        return np.zeros(0)
+    longest = max((curve[0] for curve in curves), key=len)
+    others = [steps for steps, _ in curves if not _is_head(steps, longest)]
+    return np.unique(np.concatenate([longest, *others])) if others else longest
+
+
+def _is_head(steps: np.ndarray, longest: np.ndarray) -> bool:
+    """True for the steps of a run that is the same as another but shorter, as nearly all are."""
+    return bool((steps == longest[: len(steps)]).all())
 
 
 def _on_steps(curve: Curve, steps: np.ndarray) -> np.ndarray:
@@ -84,6 +98,8 @@ def _extremes(curve: Curve, edges: np.ndarray) -> np.ndarray:
 def one_per_step(curve: Curve) -> Curve:
     """The last value of every step, by step."""
     steps, values = curve
+    if bool((steps[1:] > steps[:-1]).all()):
+        return curve
     unique, first_from_the_end = np.unique(steps[::-1], return_index=True)
     return unique, values[::-1][first_from_the_end]
 
@@ -91,7 +107,7 @@ def one_per_step(curve: Curve) -> Curve:
 def band(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
     """Mean, least and largest value over R curves, at every step that any of them has; over those that have it."""
     own = [one_per_step(curve) for curve in curves]
-    steps = np.unique(np.concatenate([each[0] for each in own]))
+    steps = _all_steps(own)
     table_RN = np.stack([_on_steps(curve, steps) for curve in own])
     is_known = np.isfinite(table_RN).any(axis=0)
     steps, table_RN = steps[is_known], np.where(np.isfinite(table_RN), table_RN, np.nan)[:, is_known]
@@ -104,4 +120,13 @@ def band(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
 
 def json_numbers(values: np.ndarray) -> list[float | None]:
     """Six digits; null for what JSON has no number for."""
-    return [float(f"{value:.6g}") if value - value == 0 else None for value in values.tolist()]
+    given = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(given)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        digits = np.clip(5 - np.floor(np.log10(np.abs(given))), -300, 300)
+        # Dividing by a power of ten gives the number of the fewest digits, multiplying by its inverse does not.
+        powers = 10.0 ** np.abs(digits)
+        rounded = np.where(digits >= 0, np.round(given * powers) / powers, np.round(given / powers) * powers)
+    found = np.where((given == 0) | ~np.isfinite(rounded), given, rounded).astype(object)
+    found[~is_finite] = None
+    return found.tolist()

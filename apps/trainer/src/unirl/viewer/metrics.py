@@ -13,7 +13,7 @@ import numpy as np
 from unirl.viewer.curves import Curve
 
 SLICE_BYTES = 1 << 20
-PREVIEW_LINES = 160
+PREVIEW_LINES = 100
 """Lines that stand for a file which is not read yet."""
 _GUARD_BYTES = 64
 _LINE = msgspec.json.Decoder(dict[str, float | str | None])
@@ -50,6 +50,14 @@ class MetricsFile:
         self._guard = b""
         """The last bytes before the offset; others there mean another file."""
 
+    @property
+    def num_unread(self) -> int:
+        """Bytes that the file has and that are not read."""
+        try:
+            return self._path.stat().st_size - self._offset
+        except FileNotFoundError:
+            return 0
+
     def read_on(self, most_bytes: int = SLICE_BYTES) -> bool:
         """Read up to so many bytes further; True if all whole lines are read. A last line without its end is left for
         later. A file that is not there has no lines."""
@@ -85,7 +93,7 @@ class MetricsFile:
                 if column is None:
                     column = columns[name] = Column()
                 column.steps.append(step)
-                column.values.append(_number(value))
+                column.values.append(value if type(value) is float else _number(value))
             self.last = row
 
 
@@ -168,7 +176,7 @@ class MetricsCache:
     def columns(self, path: Path) -> tuple[dict[str, Column], bool]:
         """All metrics of a run, and whether they are whole; a preview while the file is being read (`read_on`)."""
         file = self._files.setdefault(path, MetricsFile(path))
-        if path not in self._unread and file.read_on():
+        if path not in self._unread and file.num_unread <= SLICE_BYTES and file.read_on():
             self._previews.pop(path, None)
             return file.columns, True
         if path not in self._unread:

@@ -5,16 +5,21 @@ import { Message, change, color, useData } from "./page.js";
 
 const FIRST = ["reward/mean", "eval/reward", "train/loss", "train/grad_norm", "group/zero_std_ratio", "policy/approx_kl", "policy/entropy", "perf/samples_per_s"];
 const MAX_AT_FIRST = 50;
-const AGAIN_MS = 400;
+const AGAIN_MS = 800;
 
 export function Curves({ params, runs }) {
   const all = runs.map((run) => run.name);
   const named = params.getAll("run").filter((name) => all.includes(name));
   const chosen = named.length ? named : all.slice(0, MAX_AT_FIRST);
-  const colors = useMemo(() => new Map(all.map((name, index) => [name, color(index)])), [all.join("\n")]);
   const words = params.get("find") ?? "";
   const zoom = params.get("from") ? [params.get("from"), params.get("to")] : null;
   const settings = { smooth: Number(params.get("smooth") ?? 0), isLog: params.get("log") === "1", isBand: params.get("band") === "1", zoom };
+  // Runs of one band have the colour of its first, whose name it bears.
+  const first = new Map();
+  for (const run of runs) if (chosen.includes(run.name) && !first.has(run.kin)) first.set(run.kin, run.name);
+  const bearer = (run) => (settings.isBand && chosen.includes(run.name) ? first.get(run.kin) : run.name);
+  const key = runs.map((run) => `${run.name}\t${bearer(run)}`).join("\n");
+  const colors = useMemo(() => new Map(runs.map((run) => [run.name, color(all.indexOf(bearer(run)))])), [key]);
   const { data: names, error } = useData("metrics", { run: chosen }, chosen);
   return html`<${Message} error=${error} />
     <div class="bar">
@@ -60,14 +65,19 @@ function sections(names, words) {
     groups.get(head).push(name);
   }
   const byHead = [...groups].map(([head, own]) => [head, own, false]);
-  const parted = components.length ? [["Reward by component", components, components.length > 1]] : [];
+  const parted = components.length ? [["Reward by component", together(components), components.length > 1]] : [];
+  const categories = names.filter((name) => /^eval\/.+\/reward$/.test(name));
+  if (categories.length) parted.push(["Held-out reward by category", together(categories), false]);
   return [["Overview", first, true], ...parted, ...byHead];
 }
+
+// Several metrics in one chart, then each alone.
+const together = (metrics) => (metrics.length > 1 ? [metrics.join("\n"), ...metrics] : metrics);
 
 function Section({ title, metrics, isOpen, chosen, colors, settings }) {
   const [open, setOpen] = useState(isOpen);
   return html`<details class="section" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
-    <summary>${title} <span class="quiet">${metrics.length}</span></summary>
+    <summary>${title} <span class="quiet">${metrics.filter((metric) => !metric.includes("\n")).length}</span></summary>
     <div class="grid">${open && metrics.map((metric) => html`<${Metric} key=${metric} ...${{ metric, chosen, colors, settings }} />`)}</div>
   </details>`;
 }
@@ -86,7 +96,8 @@ function Metric({ metric, chosen, colors, settings }) {
 
 function MetricChart({ metric, chosen, colors, settings }) {
   const { smooth, isLog, isBand, zoom } = settings;
-  const asked = { metric, run: chosen, smooth: smooth || null, band: isBand ? 1 : null, points: innerWidth < 700 ? 300 : 600, from: zoom?.[0], to: zoom?.[1] };
+  const metrics = metric.split("\n");
+  const asked = { metric: metrics, run: metrics.length > 1 ? chosen.slice(0, 1) : chosen, smooth: smooth || null, band: isBand ? 1 : null, points: innerWidth < 700 || chosen.length > 20 ? 300 : 600, from: zoom?.[0], to: zoom?.[1] };
   const { data, error, again } = useData("curves", asked, chosen);
   useEffect(() => {
     if (!data || data.is_whole) return;
@@ -94,11 +105,16 @@ function MetricChart({ metric, chosen, colors, settings }) {
     return () => clearTimeout(timer);
   }, [data]);
   const series = useMemo(
-    () => (data?.series ?? []).map((each) => ({ ...each, label: each.runs.length > 1 ? `${each.name} (${each.runs.length} seeds)` : each.name, color: colors.get(each.name) })),
+    () => (data?.series ?? []).map((each) => ({
+      ...each,
+      label: metrics.length > 1 ? each.metric : each.runs.length > 1 ? `${each.name} (${each.runs.length} seeds)` : each.name,
+      color: metrics.length > 1 ? color(metrics.indexOf(each.metric)) : colors.get(each.name),
+    })),
     [data, colors],
   );
   if (error) return html`<${Message} error=${`${metric}: ${error}`} />`;
   if (!data) return html`<p class="quiet">${metric} ...</p>`;
   const zoomTo = (range) => change({ from: range && range[0].toFixed(2), to: range && range[1].toFixed(2) });
-  return html`<${Chart} title=${metric} x=${data.x} series=${series} isLog=${isLog} onZoom=${zoomTo} note=${data.is_whole ? null : "coarse, still reading"} />`;
+  const title = metrics.length > 1 ? `together, of ${chosen[0]}` : metric;
+  return html`<${Chart} title=${title} names=${metrics.length > 1} x=${data.x} series=${series} isLog=${isLog} onZoom=${zoomTo} note=${data.is_whole ? null : "coarse, still reading"} />`;
 }
