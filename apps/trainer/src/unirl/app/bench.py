@@ -89,18 +89,8 @@ def bench_recipe(
     steps may take more memory than the run.
     Raises ConfigError for runtime: ray, whose workers are other processes, and for stages.
     """
+    refuse_what_is_not_measured(run, "bench")
     recipe = run.resolved
-    if recipe["runtime"] != "local":
-        raise ConfigError("bench measures one process; set runtime=local num_devices=1")
-    if len(run.policies) > 1:
-        raise ConfigError("bench measures the training of one policy, this recipe has several. Bench one of each.")
-    if run.file.schedule.kind != "sync":
-        raise ConfigError(
-            "bench measures one phase after the other, and this recipe's schedule lets them overlap. Set "
-            "schedule.kind=sync; the metrics of a run measure the overlap (schedule/...)."
-        )
-    if run.is_staged:
-        raise ConfigError("bench measures one engine, this recipe has stages. Plan it instead: trainer plan.")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
@@ -133,6 +123,21 @@ def bench_recipe(
                 variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
     num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
     return _report(run, steps, flops, max(rates), dtype, (num_samples, statistics.median(trained)), variants)
+
+
+def refuse_what_is_not_measured(run: ComposedRun, verb: str) -> None:
+    """Raises ConfigError for a run whose step is not made by this process alone, one phase after the other."""
+    if run.resolved["runtime"] != "local":
+        raise ConfigError(f"{verb} measures one process; set runtime=local num_devices=1")
+    if len(run.policies) > 1:
+        raise ConfigError(f"{verb} measures the training of one policy, this recipe has several. Measure one of each.")
+    if run.file.schedule.kind != "sync":
+        raise ConfigError(
+            f"{verb} measures one phase after the other, and this recipe's schedule lets them overlap. Set "
+            "schedule.kind=sync; the metrics of a run measure the overlap (schedule/...)."
+        )
+    if run.is_staged:
+        raise ConfigError(f"{verb} measures one engine, this recipe has stages. Plan it instead: trainer plan.")
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ VERBS = {
     "scale": "let members of a running run's served pools join or leave: scale RUN pool=N",
     "export": "write a run's checkpoint for use outside",
     "bench": "where the time of a recipe goes; of several, relative to the first",
+    "profile": "one step under torch's profiler: a trace for Perfetto, and what costs most in words",
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
     "conformance": "measure what every engine does with every small model, as a table; of some models by name",
     "view": "a local web page over run directories: curves, samples, timelines (docs/guides/viewer.md)",
@@ -48,11 +49,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "policy": ("export",),
     "checkpoint": ("eval", "export"),
     "trust": ("run", "eval", "export"),
-    "output": ("eval", "plan", "bench", "compare", "conformance"),
+    "output": ("eval", "plan", "bench", "profile", "compare", "conformance"),
     "engines": ("conformance",),
     "against": ("conformance",),
     "jobs": ("compare",),
-    "warmup": ("bench",),
+    "warmup": ("bench", "profile"),
     "repeats": ("bench",),
     "out": ("data",),
     "from": ("data",),
@@ -228,12 +229,12 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="WHERE",
-        help="eval, plan, bench, conformance: JSON file; compare: folder of runs and table",
+        help="eval, plan, bench, conformance: JSON file; profile: folder; compare: folder of runs and table",
     )
     parser.add_argument("--engines", metavar="A,B", help="conformance: these alone")
     parser.add_argument("--against", metavar="FILE", help="conformance: fail where a cell of this table got worse")
     parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
-    parser.add_argument("--warmup", type=int, metavar="N", help="bench: steps before timing")
+    parser.add_argument("--warmup", type=int, metavar="N", help="bench, profile: steps before those that are measured")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")
     parser.add_argument("--out", metavar="FOLDER", help="data prepare: where to write (datasets/NAME)")
     parser.add_argument("--from", metavar="PATH", help="data prepare: a folder or file with what is published")

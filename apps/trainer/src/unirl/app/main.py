@@ -86,6 +86,7 @@ def _dispatch(command: Command) -> int:
         "scale": verbs.scale,
         "export": verbs.export,
         "bench": verbs.bench,
+        "profile": verbs.profile,
         "compare": verbs.compare,
         "conformance": verbs.conformance,
         "doctor": verbs.doctor,

@@ -233,6 +233,17 @@ def bench(command: Command) -> None:
         sys.stdout.write(report)
 
 
+def profile(command: Command) -> None:
+    """Profile one step of a recipe into --output, and say what costs most."""
+    run = checked(composed(command))
+    folder = Path(str(command.options.get("output", Path("profiles") / run.resolved["recipe"])))
+    make_folder("the folder of --output,", folder)
+    from unirl.app.profiling import as_text, profile_recipe
+
+    costs = profile_recipe(run, folder, warmup=int(command.options.get("warmup", 1)))
+    sys.stdout.write(as_text(costs, folder))
+
+
 def compare(command: Command) -> int:
     """Train recipes side by side; returns the exit status, 1 where a run failed."""
     from unirl.app.compare import compare_recipes
