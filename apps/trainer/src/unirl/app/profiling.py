@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from unirl.app.bench import refuse_what_is_not_measured
 from unirl.config.runs import ComposedRun
@@ -44,10 +44,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 ADVICE: Mapping[str, str] = {
     "attention": "It grows with the square of the sequence: fewer tokens cost less (sampling.height, sampling.width, "
     "sampling.num_frames, sampling.max_new_tokens).",
-    "convolution": "Convolutions are the VAE or a scorer: pipeline.decode_batch_size and the scorer's batch_size decide "
-    "how full they are.",
-    "matrix products": "This is the model itself. Where the device is not full, raise stack.micro_batch_size (training) "
-    "or engine.forward_batch_size (rollout); fewer steps cost less: sampling.num_inference_steps, "
+    "convolution": "Convolutions are the VAE or a scorer: pipeline.decode_batch_size and the scorer's batch_size "
+    "decide how full they are.",
+    "matrix products": "This is the model itself. Where the device is not full, raise stack.micro_batch_size "
+    "(training) or engine.forward_batch_size (rollout); fewer steps cost less: sampling.num_inference_steps, "
     "algorithm.step_fraction.",
     "normalisation": "Compile the blocks, which joins these operators with their neighbours: "
     "backend.fsdp.compile=true.",
@@ -73,7 +73,7 @@ class Cost:
     kind: str
     seconds: float
     share: float
-    """Of the whole step."""
+    """Its seconds over those of the whole step."""
     calls: int
     largest: str
     """The operator with most of it."""
@@ -87,10 +87,9 @@ def profile_recipe(run: ComposedRun, folder: Path, *, warmup: int = 1) -> list[C
     """
     refuse_what_is_not_measured(run, "profile")
     clock = PhaseClock()
-    device = run.resolved["device"]
-    activities = [ProfilerActivity.CPU]
-    if is_accelerator(device):
-        activities.append(getattr(ProfilerActivity, {"cuda": "CUDA", "xpu": "XPU"}.get(device, "PrivateUse1")))
+    activities = {ProfilerActivity.CPU}
+    if is_accelerator(run.resolved["device"]):
+        activities |= supported_activities()
     with tempfile.TemporaryDirectory() as place, make_runtime(run, Path(place)) as runtime:
         trainer = make_trainer(replace(run, evaluation=None), runtime, Path(place), [], threading.Event(), clock)
         runtime.role("stack").prepare()
