@@ -18,7 +18,7 @@ from unirl.app.main import USER_ERROR, main
 from unirl.types.errors import ConfigError
 from unirl.viewer.command import view
 from unirl.viewer.curves import band, drawn, json_numbers, smoothed
-from unirl.viewer.metrics import MetricsFile, last_line, preview
+from unirl.viewer.metrics import MetricsCache, MetricsFile, last_line, preview
 from unirl.viewer.run_files import NotFoundError, RunsFolder
 from unirl.viewer.server import make_app
 
@@ -97,6 +97,14 @@ def test_a_run_outside_the_folder_is_refused(tmp_path: Path, name: str):
     assert status == 404 and set(found) == {"error"}
 
 
+def test_what_links_lead_to_elsewhere_is_not_listed(tmp_path: Path):
+    write_run(tmp_path / "outside")
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "there").symlink_to(tmp_path / "outside")
+    (tmp_path / "runs" / "here").symlink_to(tmp_path / "runs" / "a")
+    assert [run.name for run in RunsFolder(tmp_path / "runs").runs()] == ["a", "here"]
+
+
 # Metrics ------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +145,17 @@ def test_a_preview_has_lines_from_the_first_to_the_last(tmp_path: Path):
     steps = list(preview(tmp_path / "metrics.jsonl", 50)["a"].steps)
     assert (steps[0], steps[-1]) == (0, 999) and steps == sorted(set(steps)) and 40 < len(steps) <= 51
     assert json.loads(last_line(tmp_path / "metrics.jsonl") or b"")["step"] == 999
+
+
+def test_of_many_runs_those_asked_for_last_stay_in_memory(tmp_path: Path):
+    paths = [write_run(tmp_path / name) / "metrics.jsonl" for name in "abc"]
+    cache = MetricsCache(most=2)
+    first = cache.columns(paths[0])[0]
+    assert cache.columns(paths[0])[0] is first
+    for path in paths[1:]:
+        cache.columns(path)
+    again, is_whole = cache.columns(paths[0])
+    assert is_whole and again is not first and again == first
 
 
 # Curves -------------------------------------------------------------------------------------------------------------
@@ -316,3 +335,11 @@ def test_the_viewer_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, timeout=600)
     assert done.stderr.strip() == "[]"
+
+
+def test_help_is_of_view_alone(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["view", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "trainer view /mnt/shared/runs" in text and "--gpus" not in text
+    assert all(option in text for option in ("FOLDER", "--host", "--port", "--token"))

@@ -13,7 +13,7 @@ import torch
 from aiohttp.test_utils import TestServer
 
 from unirl.tracking.sample_files import SampleFiles
-from unirl.types.samples import Image, SampleRecord, Text
+from unirl.types.samples import Image, SampleRecord, Sound, Text, Video
 from unirl.viewer.server import make_app
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -55,6 +55,9 @@ def folder(tmp_path: Path) -> Path:
         image = Image(pixels + 50 * step)
         usual.update(scores={"reward": step}, prompt=HOSTILE)
         files.write("eval", step, [SampleRecord(sample_id="e", track="image", media=image, **usual)])
+    sound = SampleRecord(sample_id="w", track="sound", media=Sound(torch.zeros(800), 8000), **usual)
+    video = Video(pixels.expand(4, 3, 8, 8).contiguous(), 8.0, 4)
+    files.write("rollout", 4, [sound, SampleRecord(sample_id="v", track="video", media=video, **usual)])
     records = [SampleRecord(sample_id=f"s{i}", track="text", media=Text(HOSTILE, 2), **usual) for i in range(60)]
     files.write("rollout", 3, records)
     trace = {"kind": "tokens", "sample_id": "s0", "update": 0, "tokens": [1, 2], "texts": ["<b>", " x"]}
@@ -85,7 +88,7 @@ def has(selector: str, number: int = 1) -> str:
 READY = {
     "runs": has("tbody tr", 2),
     "curves": has(".chart canvas", 2),
-    "gallery?run=a": has(".card img"),
+    "gallery?run=a": has(".card img") + " && " + has(".card audio"),
     "groups?run=a": has(".strip.flat .card", 8),
     "timeline?run=a": has(".lanes canvas"),
     "details?run=a&run=b": has("tr", 3) + " && document.body.textContent.includes('resume=auto')",
@@ -104,6 +107,11 @@ def test_every_page_fits_a_phone_in_both_themes_and_shows_hostile_text_as_text(b
                 paper = await tab.value("getComputedStyle(document.body).backgroundColor")
                 assert (paper == "rgb(255, 255, 255)") is not is_dark
         assert await tab.value("document.querySelector('.log').textContent") == HOSTILE
+        await tab.value("theme = document.querySelector('.theme select'), theme.value = 'dark'")
+        await tab.value("theme.dispatchEvent(new Event('change'))")
+        await tab.open(f"{address}?again#/runs")
+        await tab.until(READY["runs"])
+        assert await tab.value("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
 
     browse(browsing, folder, action)
 

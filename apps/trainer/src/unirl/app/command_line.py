@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unirl.app.completion import complete, words
-from unirl.app.without_recipe import SHELLS, WITHOUT_RECIPE
+from unirl.app.without_recipe import RUNS_FOLDER, SHELLS, WITHOUT_RECIPE
 from unirl.config.catalog import available
 from unirl.types.errors import ConfigError
 
@@ -67,6 +67,19 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """Option -> the verbs that it means something for."""
 SEVERAL = ("compare", "bench")
 """Verbs that take more than one recipe."""
+VIEW_OPTIONS: dict[str, tuple[type[str] | type[int], str]] = {
+    "--host": (str, "address to serve at (127.0.0.1: this machine alone)"),
+    "--port": (int, "port to serve at (8317); 0 takes a free one"),
+    "--token": (str, "what a browser must give; drawn and printed where --host is not this machine alone"),
+}
+VIEW_EPILOG = """examples:
+  trainer view                                runs/, at http://127.0.0.1:8317/
+  trainer view runs/worlds/arithmetic         the runs below one folder
+  trainer view /mnt/shared/runs --port 8000   runs of another machine, by their files
+  trainer view --host 0.0.0.0                 for other machines, with the address and token that it prints
+
+Curves, samples, groups, timelines, recipes, logs, alarms and checkpoints: docs/guides/viewer.md.
+"""
 LISTS = ("recipes", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
@@ -105,6 +118,8 @@ def parse(argv: list[str]) -> Command:
     """The command that `argv` spells. Raises ConfigError for what makes no sense; argparse exits for --help."""
     parser = _parser(takes_size=next((word for word in argv if not word.startswith("-")), "") == "plan")
     complete(parser)
+    if argv[:1] == ["view"] and {"-h", "--help"} & set(argv):
+        _view_parser().parse_args(["--help"])
     _refuse_dashes(argv, parser.format_help())
     given = vars(parser.parse_intermixed_args(argv))
     typed: list[str] = given.pop("words")
@@ -169,6 +184,24 @@ def _refuse_dashes(argv: list[str], options: str) -> None:
 
 def _is_override(word: str) -> bool:
     return "=" in word or word.startswith("~")
+
+
+def _view_parser() -> argparse.ArgumentParser:
+    """For the help of `view` alone; `_parser` parses."""
+    parser = argparse.ArgumentParser(
+        prog="trainer view",
+        description="A local web page over run directories, live while they are written.\nIt reads their files, "
+        "writes none, and needs no network.",
+        epilog=VIEW_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help=f"of a run, or one that runs lie below ({RUNS_FOLDER}/)"
+    )
+    for option, (kind, text) in VIEW_OPTIONS.items():
+        parser.add_argument(option, type=kind, metavar="N" if kind is int else None, help=text)
+    parser.add_argument("--debug", action="store_true", help="full traceback of an error")
+    return parser
 
 
 def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
@@ -243,10 +276,7 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--partial", action="store_true", help="data prepare: accept sources that are not the published ones whole"
     )
-    parser.add_argument("--host", help="view: address to serve at (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", type=int, metavar="N", help="view: port to serve at (8317)")
-    parser.add_argument(
-        "--token", help="view: what a browser must give; drawn and printed where --host is not this machine alone"
-    )
+    for option, (kind, text) in VIEW_OPTIONS.items():
+        parser.add_argument(option, type=kind, metavar="N" if kind is int else None, help=f"view: {text}")
     parser.add_argument("--debug", action="store_true", help="full traceback of an error")
     return parser

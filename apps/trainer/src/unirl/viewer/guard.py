@@ -11,7 +11,6 @@ from aiohttp.typedefs import Handler, Middleware
 from unirl.types.errors import UniRLError
 from unirl.viewer.run_files import NotFoundError
 
-COOKIE = "unirl_viewer"
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -27,6 +26,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _cookie(request: web.Request) -> str:
+    """Name of the cookie with the token; browsers give a server those of its host's other ports too."""
+    return f"unirl_viewer_{request.url.port}"
 
 
 def guarding(token: str | None) -> list[Middleware]:
@@ -64,9 +68,9 @@ def guarding(token: str | None) -> list[Middleware]:
         given = request.query.get("token")
         if given is not None and hmac.compare_digest(given.encode(), token.encode()):
             response = web.HTTPFound(request.path)
-            response.set_cookie(COOKIE, token, httponly=True, samesite="Strict")
+            response.set_cookie(_cookie(request), token, httponly=True, samesite="Strict")
             raise response
-        if not hmac.compare_digest(request.cookies.get(COOKIE, "").encode(), token.encode()):
+        if not hmac.compare_digest(request.cookies.get(_cookie(request), "").encode(), token.encode()):
             raise web.HTTPForbidden(text="A token is needed: open the address that `trainer view` printed.")
         return await handler(request)
 

@@ -15,6 +15,8 @@ from unirl.viewer.curves import Curve
 SLICE_BYTES = 1 << 20
 PREVIEW_LINES = 100
 """Lines that stand for a file which is not read yet."""
+MOST_RUNS = 200
+"""Runs whose metrics stay in memory, some 5 MB for 10,000 steps."""
 _GUARD_BYTES = 64
 _LINE = msgspec.json.Decoder(dict[str, float | str | None])
 
@@ -166,16 +168,22 @@ def _number(value: float | str | None) -> float:
 
 
 class MetricsCache:
-    """Metrics of all runs that were asked for. `read_on` is called in a thread, one at a time."""
+    """Metrics of the runs that were asked for last. `read_on` is called in a thread, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_RUNS) -> None:
+        self._most = most
         self._files: dict[Path, MetricsFile] = {}
+        """By when they were asked for, the last one last."""
         self._unread: list[Path] = []
         self._previews: dict[Path, tuple[int, dict[str, Column]]] = {}
 
     def columns(self, path: Path) -> tuple[dict[str, Column], bool]:
         """All metrics of a run, and whether they are whole; a preview while the file is being read (`read_on`)."""
-        file = self._files.setdefault(path, MetricsFile(path))
+        file = self._files[path] = self._files.pop(path, None) or MetricsFile(path)
+        for old in [known for known in self._files if known not in self._unread][
+            : max(0, len(self._files) - self._most)
+        ]:
+            del self._files[old]
         if path not in self._unread and file.num_unread <= SLICE_BYTES and file.read_on():
             self._previews.pop(path, None)
             return file.columns, True

@@ -99,11 +99,12 @@ class RunsFolder:
         self.path = path.resolve()
 
     def runs(self) -> list[RunFolder]:
-        """All runs, by name."""
+        """All runs, by name, without those that a link elsewhere leads to."""
         if is_run(self.path):
             return [RunFolder(".", self.path)]
-        found = (RunFolder(path.relative_to(self.path).as_posix(), path) for path in _below(self.path, MAX_DEPTH))
-        return sorted(found, key=lambda run: run.name)
+        found = [RunFolder(path.relative_to(self.path).as_posix(), path) for path in _below(self.path, MAX_DEPTH)]
+        own = [run for run in found if not run.path.is_symlink() or run.path.resolve().is_relative_to(self.path)]
+        return sorted(own, key=lambda run: run.name)
 
     def run(self, name: str) -> RunFolder:
         """The run of a name. Raises NotFoundError if there is none, or the name leads out of the folder."""

@@ -17,6 +17,8 @@ from unirl.viewer.spans import TimelineFile
 
 T = TypeVar("T")
 MAX_PAGE = 200
+MOST_INDICES = 8
+"""Runs whose samples stay indexed, some 100 MB for the most samples."""
 MEDIA_TYPES = {
     ".png": "image/png",
     ".webp": "image/webp",
@@ -51,7 +53,10 @@ class RunPages:
         return self._folder.run(request.query.get("run", ""))
 
     def _index(self, run: RunFolder) -> SampleIndex:
-        return self._indices.setdefault(run.name, SampleIndex(run))
+        index = self._indices[run.name] = self._indices.pop(run.name, None) or SampleIndex(run)
+        while len(self._indices) > MOST_INDICES:
+            del self._indices[next(iter(self._indices))]
+        return index
 
     # Samples ----------------------------------------------------------------------------------------------------
 
