@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from unirl.app.comparison import (
     student_half_width,
 )
 from unirl.app.comparison_picture import band, draw
+from unirl.app.duels import duel, most_different
 from unirl.app.environment import packaged_path
 from unirl.app.main import INTERRUPTED, USER_ERROR, main
 from unirl.types.errors import ConfigError
@@ -538,3 +540,46 @@ def test_a_run_of_the_trainer_is_what_a_child_is_told(here):
     assert set(run.settings["files"]) == {"bundle.pretrained_model", "data.path", "eval.prompts"}
     assert all(len(value) == 64 for value in run.settings["files"].values())
     assert "run_dir" not in run.settings["recipe"] and str(here) not in json.dumps(run.settings)
+
+
+# Prompt by prompt ---------------------------------------------------------------------------------------------------
+
+
+def test_a_duel_counts_prompts_by_their_mean_over_seeds():
+    scores = {
+        "a": {0: {"x": 1.0, "y": 0.0, "z": 1.0, "w": 1.0}, 1: {"x": 1.0, "y": 1.0, "z": 0.0, "w": 1.0}},
+        "b": {0: {"x": 0.0, "y": 0.0, "z": 1.0, "w": 0.0}, 1: {"x": 0.0, "y": 0.0, "z": 1.0}, 2: {"x": 9.0}},
+    }
+    found = duel("a", "b", scores, {"a": {0: 0.75, 1: 0.75}, "b": {0: 0.25, 1: 0.5}})
+    assert (found.prompts, found.wins, found.ties, found.losses) == (4, 3, 0, 1)
+    assert found.p_prompts == pytest.approx(2 * (4 + 1) / 16)  # two-sided: P(at most 1 of 4), twice
+    # Differences .5 and .25: t = .375 / (.1768 / sqrt 2) = 3 with one degree of freedom.
+    assert found.p_seeds == pytest.approx(1 - 2 * math.atan(3) / math.pi)
+    assert duel("a", "a", scores, {"a": {0: 0.5, 1: 0.5}}).p_prompts is None
+
+
+def test_samples_that_runs_kept_are_compared_and_drawn(finished, started, capsys):
+    for name, strict in ((NFT, (1.0, 1.0, 0.0)), (GRPO, (0.0, 1.0, 0.0))):
+        for seed in (0, 1):
+            folder = Path("out") / name / f"seed{seed}" / "samples"
+            (folder / "eval-000003").mkdir(parents=True)
+            lines = []
+            for place, score in enumerate(strict):
+                file = f"eval-000003/image-{place}.png"
+                Image.new("RGB", (8, 8), "red" if score else "black").save(folder / file)
+                scores = {"reward": score, "shapes/strict": score}
+                media = {"kind": "image", "file": file}
+                lines.append({"sample_id": str(place), "prompt": f"prompt {place}", "scores": scores, "media": media})
+            (folder / "eval-000003.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(finished) == 0
+    assert "| worlds/shapes/flowgrpo | 3 | 1 | 2 | 0 | 1 | 0.3 |" in capsys.readouterr().out
+    (found,) = json.loads(Path("out/comparison.json").read_text())["duels"]
+    assert (found["recipe"], found["against"]) == (NFT, GRPO)
+    with Image.open("out/comparison_samples.png") as sheet:
+        assert sheet.width > sheet.height, "one prompt differs: one row, a column per recipe"
+
+
+def test_prompts_that_differ_most_are_shown_on_both_sides():
+    first = {"a": 1.0, "b": 0.5, "c": 0.0, "d": 0.2}
+    second = {"a": 0.0, "b": 0.5, "c": 0.9, "d": 0.1}
+    assert most_different([first, second]) == ["a", "d", "c"]

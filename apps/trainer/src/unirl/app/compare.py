@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 from unirl.app.command_line import Command
 from unirl.app.compare_runs import Run, Settings, carry_out, differences, digest, require_own_settings
 from unirl.app.comparison import RecipeResult, SeedResult, as_document, as_markdown, complete_run
+from unirl.app.duels import as_markdown as duels_as_markdown
+from unirl.app.duels import duels_of
 from unirl.app.recipe import checked, composed
 from unirl.app.run_directory import RUNS, make_folder
 from unirl.app.stopping import stop_on_signals
@@ -314,8 +316,9 @@ def write_results(plan: Plan, contenders: Sequence[Contender], runs: Sequence[Ru
         for contender in contenders
     ]
     document = as_document(settings, results)
+    document["duels"] = duels_of(document, plan.output)
     (plan.output / "comparison.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    table = as_markdown(document)
+    table = as_markdown(document) + duels_as_markdown(document["duels"])
     (plan.output / "comparison.md").write_text(table, encoding="utf-8")
     if any(recipe["final"] is not None for recipe in document["recipes"]):
         from unirl.app.comparison_picture import draw
