@@ -1,0 +1,1 @@
+"""Parts of `scripts/release`: the distributions, what a release changes, and what is installed to check one."""
