@@ -5,7 +5,7 @@
 #   plain shells  NUM_NODES=2 NODE_RANK=0 HEAD_ADDRESS=10.0.0.1 examples/run_experiment_multi_node.sh RECIPE [KEY=VALUE ...]
 #                 and on the other machine with NODE_RANK=1
 #   SLURM         sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=1 examples/run_experiment_multi_node.sh RECIPE ...
-#   Kubernetes    as the entrypoint of examples/rayjob.yaml: KubeRay has started Ray, so the trainer joins RAY_ADDRESS
+#   Kubernetes    as the entrypoint of examples/launch/rayjob.yaml: KubeRay has started Ray, so the trainer joins RAY_ADDRESS
 #
 # NUM_NODES         machines; SLURM says it itself
 # NODE_RANK         which of them this is, from 0, the one that trains; SLURM says it itself

@@ -80,7 +80,7 @@ def test_slurm_starts_the_script_on_every_node_which_then_knows_its_place(tmp_pa
 
 
 def test_in_kubernetes_the_trainer_joins_the_ray_that_runs() -> None:
-    manifest = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())["spec"]
+    manifest = yaml.safe_load((EXAMPLES / "launch/rayjob.yaml").read_text())["spec"]
     variables = yaml.safe_load(manifest["runtimeEnvYAML"])["env_vars"]
     script, recipe = manifest["entrypoint"].split()
     assert Path(script).name == MULTI.name
