@@ -35,7 +35,12 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NAMED_FENCE = re.compile(r"^(```\w+) (\S+)$", re.MULTILINE)
 """A block that is a file: ```python my_rewards.py"""
 ROW = re.compile(r"^\| \[[^\]]+\]\((?P<page>[^)]+)\) \| (?P<text>.*) \|$")
-OWN = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "docs/README.md": "contents.md"}
+OWN = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "contributing/security.md",
+    "docs/README.md": "contents.md",
+}
 """Pages that lie elsewhere in the site than in the repository."""
 BUILT = {f"reference/{name}.md": importlib.import_module(name).page for name in ("recipe_keys", "errors")}
 """English pages that no file has, after the other pages of their folder."""
