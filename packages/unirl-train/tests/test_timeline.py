@@ -22,8 +22,10 @@ def test_phases_of_two_threads_say_what_each_is_about():
     clock = PhaseClock()
 
     def generate() -> None:
-        with clock.about(rollout=4, request=9, version=3), clock.phase("rollout"):
-            time.sleep(2 * SHORTEST_S)
+        with clock.about(rollout=4, request=9, version=3):
+            for phase in ("other", "rollout"):
+                with clock.phase(phase):
+                    time.sleep(2 * SHORTEST_S)
 
     thread = threading.Thread(target=generate)
     with clock.about(rollout=3), clock.phase("train"):
@@ -33,11 +35,13 @@ def test_phases_of_two_threads_say_what_each_is_about():
         time.sleep(2 * SHORTEST_S)
     spans = clock.spans.take()
     assert [(span.lane, span.what, dict(span.about)) for span in spans] == [
+        ("engine", "other", {"rollout": 4, "request": 9, "version": 3}),
         ("engine", "rollout", {"rollout": 4, "request": 9, "version": 3}),
         ("learner", "train", {"rollout": 3}),
         ("learner", "checkpoint", {}),
     ]
-    assert spans[1].begin <= spans[0].begin < spans[0].end <= spans[1].end <= spans[2].begin
+    assert spans[2].begin <= spans[0].begin < spans[0].end <= spans[1].begin
+    assert spans[1].end <= spans[2].end <= spans[3].begin
     assert clock.spans.take() == []
 
 

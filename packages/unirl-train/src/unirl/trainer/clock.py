@@ -69,7 +69,10 @@ class PhaseClock:
             with nullcontext() if self.observer is None else self.observer(name):
                 yield
         finally:
-            self.spans.add(Span(LANES.get(name, LEARNER), name, begin, time.monotonic(), self._thread.facts))
+            facts = self._thread.facts
+            # What else is done for a request, such as drawing its noise, is work of the engine's thread.
+            lane = LANES.get(name, LANES["rollout"] if "request" in facts else LEARNER)
+            self.spans.add(Span(lane, name, begin, time.monotonic(), facts))
             self._count(name, -1)
 
     def _count(self, name: str, change: int) -> None:

@@ -129,7 +129,7 @@ function spanUnder(u, names, data) {
 
 function Shares({ data }) {
   return html`<div class="wide"><table><caption class="hidden">Seconds in this window</caption><thead><tr><th>lane</th><th>busy</th><th>idle</th><th>seconds of</th></tr></thead>
-    <tbody>${data.lanes.map((lane) => html`<tr><th scope="row">${lane.name}</th><td class="num">${Math.round(lane.busy * 100)} %</td><td class="num">${Math.round(100 - lane.busy * 100)} %</td>
+    <tbody>${data.lanes.map((lane) => html`<tr><th scope="row" class="once">${lane.name}</th><td class="num">${Math.round(lane.busy * 100)} %</td><td class="num">${Math.round(100 - lane.busy * 100)} %</td>
       <td>${Object.entries(lane.seconds).sort((a, b) => b[1] - a[1]).map(([what, seconds]) => `${what} ${number(seconds, 3)}`).join(", ")}</td></tr>`)}</tbody></table></div>`;
 }
 

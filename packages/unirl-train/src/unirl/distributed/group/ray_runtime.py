@@ -110,6 +110,7 @@ class RayRuntime(Runtime):
         self._failure: str | None = None
         self.clock = BusyClock()
         self._spans = SpanLog()
+        self._lane = f"pool/{block.name}"
         self._shelf = Shelf(ObjectStore())
         self._components: Mapping[str, ComponentInfo] = {}
         self._mesh: Sequence[MeshPlace] = ()
@@ -181,7 +182,7 @@ class RayRuntime(Runtime):
         self._require_open()
         (actor,), what = self._actors, f"{ask.role}.{ask.method}"
         args, kwargs = outgoing(ask.args), outgoing(dict(ask.kwargs))
-        with self.clock.call(), self._spans.span(self._block.name, what):
+        with self.clock.call(), self._spans.span(self._lane, what):
             if not ask.is_stored:
                 asked = actor.call_component.remote(ask.role, ask.method, *args, **kwargs)
                 return self._await({asked: 0}, what, self._timeout_s)[0]
@@ -231,7 +232,7 @@ class RayRuntime(Runtime):
             finally:
                 self.clock.end()
                 if method == "invoke":
-                    self._spans.add(Span(self._block.name, what, begin, time.monotonic()))
+                    self._spans.add(Span(self._lane, what, begin, time.monotonic()))
 
         return finish
 
