@@ -24,7 +24,8 @@ PORTIONS: dict[str, str] = {
         ("train", "algorithms", "data", "distributed", "trainer", "config", "tracking", "rehearsal"), "train"
     ),
     **dict.fromkeys(
-        ("app", "datasets", "recipes", "worlds", "pretraining", "reward_server", "viewer", "skeletons"), "apps"
+        ("app", "datasets", "recipes", "suites", "worlds", "pretraining", "reward_server", "viewer", "skeletons"),
+        "apps",
     ),
     **dict.fromkeys(("train_diffusion", "train_vlm", "train_pe", "train_unified_model"), "apps"),
 }

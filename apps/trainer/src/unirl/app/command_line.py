@@ -19,7 +19,7 @@ VERBS = {
     "list": "the recipes that come with the trainer; list rewards: the scorers",
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
-    "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint",
+    "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint; --suite: a published benchmark",
     "rehearse": "one step at true size on a device that computes nothing: memory, FLOPs, bytes sent; no weights",
     "plan": "how long a step takes on published devices, or on this machine: seconds by phase, from a rehearsal",
     "scale": "let members of a running run's served pools join or leave: scale RUN pool=N",
@@ -51,7 +51,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "trust": ("run", "eval", "export"),
     "output": ("eval", "plan", "bench", "profile", "compare", "conformance"),
     "engines": ("conformance",),
-    "against": ("conformance",),
+    "against": ("eval", "conformance"),
+    "suite": ("eval",),
+    "stage": ("eval",),
     "jobs": ("compare",),
     "warmup": ("bench", "profile"),
     "repeats": ("bench",),
@@ -93,6 +95,7 @@ EPILOG = """examples:
   trainer scale runs/my_run rollout=6         let the served pool have six members from the next rollout on
   trainer view                                a page over all runs of runs/; or: trainer view FOLDER --port 8000
   trainer data prepare geneval                make a set of prompts; others are downloaded, or converted with --from
+  trainer eval --suite shapes runs/my_run --against base
   trainer compare shapes/nft shapes/flowgrpo cpu_s=120 seeds=0,1,2 --output compared
 """
 
@@ -262,10 +265,16 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="WHERE",
-        help="eval, plan, bench, conformance: JSON file; profile: folder; compare: folder of runs and table",
+        help="eval, plan, bench, conformance: JSON file; profile, eval --suite: folder; compare: runs and table",
     )
+    parser.add_argument("--suite", metavar="NAME", help="eval: a benchmark, such as geneval; a wrong name lists them")
+    parser.add_argument("--stage", metavar="STAGE", help="eval --suite: generate or score alone; else both")
     parser.add_argument("--engines", metavar="A,B", help="conformance: these alone")
-    parser.add_argument("--against", metavar="FILE", help="conformance: fail where a cell of this table got worse")
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        help="conformance: fail where a cell of this table got worse; eval --suite: results to compare with, or base",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench, profile: steps before those that are measured")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")

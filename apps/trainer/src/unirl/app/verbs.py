@@ -113,7 +113,15 @@ def _trained(config: DictConfig, run: ComposedRun, run_dir: Path, *, is_resumed:
 
 
 def evaluate(command: Command) -> None:
-    """Held-out evaluation; of the newest checkpoint where a run is given."""
+    """Held-out evaluation; of the newest checkpoint where a run is given. With --suite by a published benchmark."""
+    if "suite" in command.options:
+        from unirl.suites.command import evaluate_suite
+
+        evaluate_suite(command)
+        return
+    for option in ("stage", "against"):
+        if option in command.options:
+            raise ConfigError(f"--{option} of eval needs --suite NAME.")
     run = checked(composed(command), asks_teachers=False, trusts=trusts(command))
     _make_output_folder(command)
     from unirl.app.report import evaluation_table

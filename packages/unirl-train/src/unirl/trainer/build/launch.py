@@ -14,10 +14,12 @@ from unirl.trainer.build.worker import build_components
 from unirl.types.errors import ConfigError
 
 
-def make_runtime(run: ComposedRun, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False) -> Runtime:
+def make_runtime(
+    run: ComposedRun, run_dir: Path, *, asks_teachers: bool = True, is_exported: bool = False, scores: bool = True
+) -> Runtime:
     """The runtime that the recipe names, with its workers built; see `build_components`."""
     builder = functools.partial(
-        build_components, run, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported
+        build_components, run, str(run_dir), asks_teachers=asks_teachers, is_exported=is_exported, scores=scores
     )
     if run.file.runtime == "ray":
         return _start_on_ray(run, builder)

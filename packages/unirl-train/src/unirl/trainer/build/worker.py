@@ -35,20 +35,22 @@ def build_components(
     *,
     asks_teachers: bool = True,
     is_exported: bool = False,
+    scores: bool = True,
 ) -> dict[str, object]:
     """The components of one worker: reward, engine, checkpointer, and for each policy bundle, pipeline, backend, ...
 
     holds: parts that the worker has (`WorkerGroup.holds`); None: all.
     asks_teachers: True if the run trains; otherwise teachers are not built.
     is_exported: True if only weights are needed; reward, engine and sync are then not built.
+    scores: False if samples are generated and not scored; the reward is then not built.
     """
     seed_everything(run.seed)
     if holds is None:
         holds = (TRAIN, *(stage.at for stage in run.stages), REWARD)
     if TRAIN not in holds:
-        return _build_beside_training(run, context, holds)
+        return _build_beside_training(run, context, holds, scores=scores)
     # First, so that a missing or wrong reward server is noticed before models load.
-    reward = None if is_exported else _build_reward(run, context, holds)
+    reward = _build_reward(run, context, holds) if scores and not is_exported else None
     seed_everything(run.seed)  # again, so that models do not depend on the reward
     policies = {name: build_policy(plan, context.device) for name, plan in run.policies.items()}
     here = [stage for stage in run.stages if stage.at in holds]
@@ -137,11 +139,13 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
     )
 
 
-def _build_beside_training(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> dict[str, object]:
+def _build_beside_training(
+    run: ComposedRun, context: WorkerContext, holds: Sequence[str], *, scores: bool
+) -> dict[str, object]:
     """The components of a worker that does not train: reward models, or engines with separate weights or with policies
     that are not trained, or both. The engine of each stage is a role too, which receives pushes."""
     made = {}
-    reward = _build_reward(run, context, holds)
+    reward = _build_reward(run, context, holds) if scores else None
     if reward is not None:
         made["reward"] = reward
     here = [stage for stage in run.stages if stage.at in holds]
@@ -185,7 +189,7 @@ def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]
 
 def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
     """With asynchronous rewards, let the engine pass finished samples to the reward of this worker."""
-    if run.reward.get("is_async"):
+    if run.reward.get("is_async") and reward is not None:
         engine.announce_to(reward.take)
 
 

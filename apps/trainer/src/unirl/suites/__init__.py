@@ -1,0 +1,1 @@
+"""Published benchmarks as data, and what runs them: prompts, samples, scores, intervals, pages."""

@@ -1,0 +1,144 @@
+"""From scored samples to a document: values by category with intervals, and the differences of two models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unirl.suites.intervals import (
+    Estimate,
+    Values,
+    bootstrapped,
+    combined,
+    fraction,
+    fraction_difference,
+    mean_difference,
+)
+from unirl.suites.suite import Judged, Metric, Suite
+from unirl.types.errors import ConfigError, as_sentence
+
+VERSION = 1
+RESULTS = "results.json"
+ByPrompt = Mapping[str, Sequence[float]]
+Document = dict[str, Any]  # Any: JSON values
+
+
+def document(suite: Suite, model: Mapping[str, Any], judged: Sequence[Judged], changes: Sequence[str]) -> Document:
+    """The results of a model. changes: what differs from the suite as it is in the catalogue, in words."""
+    failed = [each for each in judged if not each.scores]
+    return {
+        "version": VERSION,
+        "suite": {"name": suite.name, "version": suite.version, "source": suite.source}
+        | {"overall": suite.overall, "weights": dict(suite.weights)},
+        "model": dict(model),
+        "changes": [*changes, *_unlike_published(suite, judged)],
+        "num_prompts": len({each.prompt_id for each in judged}),
+        "num_samples": len(judged),
+        "num_failed": len(failed),
+        "first_error": failed[0].error if failed else None,
+        "metrics": {metric.name: _of_metric(suite, metric, judged) for metric in suite.metrics},
+        "prompts": {metric.name: by_prompt(judged, metric.name) for metric in suite.metrics},
+        "categories": {each.prompt_id: list(each.categories) for each in judged},
+    }
+
+
+def _unlike_published(suite: Suite, judged: Sequence[Judged]) -> list[str]:
+    num = len({each.prompt_id for each in judged})
+    if suite.published_prompts in (None, num):
+        return []
+    return [f"{num} prompts; the published benchmark has {suite.published_prompts}, so numbers cannot be compared"]
+
+
+def _of_metric(suite: Suite, metric: Metric, judged: Sequence[Judged]) -> Document:
+    values = by_prompt(judged, metric.name)
+    categories = {each.prompt_id: each.categories for each in judged}
+    parts = {name: estimate(metric, list(own.values())) for name, own in by_category(values, categories).items() if own}
+    if suite.overall == "categories":
+        overall = combined(parts, suite.weights)
+    else:
+        overall = estimate(metric, list(values.values()))
+    return {
+        "is_fraction": metric.is_fraction,
+        "overall": dataclasses.asdict(overall),
+        "categories": {name: dataclasses.asdict(part) for name, part in parts.items()},
+    }
+
+
+def estimate(metric: Metric, values: Values) -> Estimate:
+    """The mean of a metric with the interval that fits it."""
+    return fraction(values) if metric.is_fraction else bootstrapped(values)
+
+
+def by_prompt(judged: Sequence[Judged], name: str) -> dict[str, list[float]]:
+    """Scores of each prompt that has any, in the order of the samples."""
+    found: dict[str, list[float]] = {}
+    for each in judged:
+        if name in each.scores:
+            found.setdefault(each.prompt_id, []).append(each.scores[name])
+    return found
+
+
+def by_category(values: ByPrompt, categories: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Sequence[float]]]:
+    """Values of the prompts of each category, in the order in which categories appear."""
+    found: dict[str, dict[str, Sequence[float]]] = {}
+    for prompt, own in values.items():
+        for category in categories[prompt]:
+            found.setdefault(category, {})[prompt] = own
+    return found
+
+
+def compared(before: Document, after: Document) -> Document:
+    """Differences of two documents of one suite, `after` less `before`, over the prompts that both have scored.
+
+    Raises ConfigError for documents of two suites, or without a prompt in common.
+    """
+    names = [each["suite"]["name"] for each in (before, after)]
+    if names[0] != names[1] or before["suite"]["version"] != after["suite"]["version"]:
+        raise ConfigError(
+            f"results of suite {names[0]} (version {before['suite']['version']}) cannot be compared with those of "
+            f"{names[1]} (version {after['suite']['version']}). Give results of one suite."
+        )
+    metrics = {name: _differences(name, before, after) for name in after["metrics"] if name in before["metrics"]}
+    return {"version": VERSION, "suite": after["suite"], "before": before["model"], "after": after["model"]} | {
+        "metrics": metrics
+    }
+
+
+def _differences(name: str, before: Document, after: Document) -> Document:
+    first, second = before["prompts"][name], after["prompts"][name]
+    shared = [prompt for prompt in second if prompt in first]
+    if not shared:
+        raise ConfigError(f"the two results have no prompt with {name} in common. Run both on the same prompts.")
+    firsts = by_category({prompt: first[prompt] for prompt in shared}, after["categories"])
+    seconds = by_category({prompt: second[prompt] for prompt in shared}, after["categories"])
+    difference = fraction_difference if after["metrics"][name]["is_fraction"] else mean_difference
+    parts = {
+        category: difference(list(firsts[category].values()), list(own.values())) for category, own in seconds.items()
+    }
+    if after["suite"]["overall"] == "categories":
+        overall = combined(parts, after["suite"]["weights"])
+    else:
+        overall = difference([first[prompt] for prompt in shared], [second[prompt] for prompt in shared])
+    return {
+        "overall": dataclasses.asdict(overall),
+        "categories": {category: dataclasses.asdict(part) for category, part in parts.items()},
+    }
+
+
+def read_results(path: Path) -> Document:
+    """The document of a results.json, or of the folder that holds one. Raises ConfigError."""
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["version"] != VERSION:
+            raise ConfigError(f"{file} has version {found['version']}, this reads {VERSION}. Make it again.")
+        found["suite"]["name"], found["metrics"], found["prompts"], found["categories"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--against {path}: no results of a suite ({type(error).__name__}: {as_sentence(error)}) Give the "
+            f"{RESULTS} of a model, or its folder."
+        ) from error
+    return found

@@ -1,0 +1,188 @@
+"""The second stage: scores of the samples of the first, in parts that appear whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unirl.config.instantiation import instantiate_at
+from unirl.reward.base import LocalScorer
+from unirl.suites.generating import SETTINGS, claim, part_file
+from unirl.suites.suite import Judged, Suite
+from unirl.tracking.gallery import results
+from unirl.tracking.sample_files import read_samples
+from unirl.types.errors import ConfigError, RewardError
+from unirl.types.media import ImageLists, Images, Primitive, Texts, Videos
+from unirl.types.protocols.rewards import Scorer
+from unirl.types.reward import RewardRequest, RewardResponse
+from unirl.types.samples import Image, SampleRecord, Text, Video
+
+logger = logging.getLogger(__name__)
+
+
+def score(suite: Suite, samples: Path, folder: Path, num_parts: int, device: str) -> list[Judged]:
+    """Score the parts that `folder` lacks; returns all samples with their scores, without their media.
+
+    Raises ConfigError if a part of the samples is missing, the scorer cannot be built, or scores there are of another
+    scorer; RewardError if no sample could be scored.
+    """
+    absent = [number for number in range(num_parts) if not part_file(samples, number).exists()]
+    if absent:
+        raise ConfigError(
+            f"{samples}: {len(absent)} of {num_parts} parts are missing. Make them with: --stage generate."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, {"suite": suite.name, "version": suite.version, "scorer": _plain(suite.scorer)})
+    missing = [number for number in range(num_parts) if not part_file(folder, number).exists()]
+    if missing:
+        scorer = build_scorer(suite, device)
+        for number in missing:
+            _score_part(scorer, read_samples(part_file(samples, number)), part_file(folder, number))
+            logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
+    judged = [
+        each
+        for number in range(num_parts)
+        for each in _joined(suite, part_file(samples, number), part_file(folder, number))
+    ]
+    if not any(each.scores for each in judged):
+        reason = next((each.error for each in judged), "there are none")
+        raise RewardError(f"suite {suite.name}: none of {len(judged)} samples could be scored; first error: {reason}")
+    _require_metrics(suite, judged)
+    return judged
+
+
+def parts_of(samples: Path) -> int:
+    """Number of parts that the first stage meant to make. Raises ConfigError if it never began."""
+    path = samples / SETTINGS
+    if not path.exists():
+        raise ConfigError(f"{samples} has no samples. Make them with: --stage generate.")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    return -(-settings["num_prompts"] * settings["samples_per_prompt"] // settings["samples_per_part"])
+
+
+def build_scorer(suite: Suite, device: str) -> Scorer:
+    """The scorer of a suite. Raises ConfigError, or ImportError, with what it needs and how to get it."""
+    try:
+        scorer = instantiate_at("suite.scorer", _plain(suite.scorer))
+    except (ConfigError, ImportError) as error:
+        if not suite.needs:
+            raise
+        raise type(error)(f"suite {suite.name}: {error}\n{suite.needs}") from error
+    if isinstance(scorer, LocalScorer):
+        scorer.move_to(device)
+    return scorer
+
+
+def _score_part(scorer: Scorer, records: Sequence[SampleRecord], file: Path) -> None:
+    made = [record for record in results(records)]
+    lines: dict[str, dict[str, Any]] = {}  # Any: JSON values
+    for alike in _alike(made):
+        answer = _scored(scorer, request_of(alike))
+        for row, record in enumerate(alike):
+            lines[record.sample_id] = {
+                "sample_id": record.sample_id,
+                "scores": _scores(answer, row),
+                "error": answer.errors[row],
+            }
+    partial = file.with_suffix(".tmp")
+    with partial.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(lines[record.sample_id], allow_nan=False) + "\n" for record in made)
+    partial.replace(file)
+
+
+def _scored(scorer: Scorer, request: RewardRequest) -> RewardResponse:
+    return scorer.score_isolated(request, "sample") if isinstance(scorer, LocalScorer) else scorer.score(request)
+
+
+def _scores(answer: RewardResponse, row: int) -> dict[str, float]:
+    if answer.errors[row] is not None:
+        return {}
+    columns = {"reward": answer.rewards, **answer.component_rewards}
+    return {name: float(values[row]) for name, values in columns.items() if math.isfinite(values[row])}
+
+
+def _alike(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """Records that one request can hold: of one kind of media and, of images and videos, of one size."""
+    groups: dict[tuple[Any, ...], list[SampleRecord]] = {}  # Any: a kind and its shape
+    for record in records:
+        match record.media:
+            case Image(pixels):
+                key = (Image, tuple(pixels.shape), bool(record.given))
+            case Video(frames, fps):
+                key = (Video, tuple(frames.shape[1:]), fps)
+            case other:
+                key = (type(other), bool(record.given))
+        groups.setdefault(key, []).append(record)
+    yield from groups.values()
+
+
+def request_of(records: Sequence[SampleRecord]) -> RewardRequest:
+    """What a scorer is asked about records of one kind and size. Raises ConfigError for media without scorers."""
+    media = [record.media for record in records]
+    generated: dict[str, Primitive]
+    if all(isinstance(each, Image) for each in media):
+        generated = {"image": Images(pixels=torch.stack([each.pixels for each in media if isinstance(each, Image)]))}
+    elif all(isinstance(each, Video) for each in media):
+        videos = [each for each in media if isinstance(each, Video)]
+        packed = Videos.pack(frames=[each.frames for each in videos])
+        generated = {"video": packed.replace(fps=videos[0].fps)}
+    elif all(isinstance(each, Text) for each in media):
+        generated = {"text": Texts(texts=[each.text for each in media if isinstance(each, Text)])}
+    else:
+        raise ConfigError(f"samples of {type(media[0]).__name__} cannot be scored; suites judge images, videos, texts.")
+    given = [[item.pixels / 255 for item in record.given if isinstance(item, Image)] for record in records]
+    primitives: dict[str, Primitive] = {"text": Texts(texts=[record.prompt for record in records])}
+    if any(given):
+        primitives["image"] = ImageLists(images=given)
+    return RewardRequest(
+        sample_ids=[record.sample_id for record in records],
+        group_ids=[record.group_id for record in records],
+        primitives=primitives,
+        generated=generated,
+        metadata=[dict(record.metadata) for record in records],
+    )
+
+
+def _joined(suite: Suite, samples: Path, scores: Path) -> Iterator[Judged]:
+    """Records of a part with their scores."""
+    lines = [json.loads(line) for line in scores.read_text(encoding="utf-8").splitlines()]
+    known = {line["sample_id"]: line for line in lines}
+    for text in samples.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line["sample_id"] not in known:
+            continue  # a stage in between, such as the text that an image was drawn from
+        found = known[line["sample_id"]]
+        prompt_id, _, index = line["prompt_id"].removeprefix(f"prompt:{suite.name}:").rpartition("@")
+        yield Judged(
+            prompt=line["prompt"],
+            media=line["media"],
+            metadata=line["metadata"],
+            prompt_id=prompt_id,
+            index=int(index),
+            categories=suite.categories_of(line["metadata"]),
+            scores=found["scores"],
+            error=found["error"],
+        )
+
+
+def _require_metrics(suite: Suite, judged: Sequence[Judged]) -> None:
+    scored = next(each for each in judged if each.scores)
+    absent = [metric.name for metric in suite.metrics if metric.name not in scored.scores]
+    if absent:
+        raise ConfigError(
+            f"suite {suite.name}: the scorer gives {', '.join(scored.scores)}, not {', '.join(absent)}. Name the "
+            "scorer so, or change suite.scorer."
+        )
+
+
+def _plain(node: Any) -> Any:  # Any: a recipe's values
+    """Mappings and sequences as dicts and lists."""
+    if isinstance(node, Mapping):
+        return {str(key): _plain(value) for key, value in node.items()}
+    return [_plain(each) for each in node] if isinstance(node, (list, tuple)) else node

@@ -1,0 +1,116 @@
+"""What a suite is: prompts, samples per prompt, a scorer, categories, the overall value, and the published format."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from unirl.data.datasets import PromptRow, read_rows
+from unirl.datasets.catalog import FOLDER, SETS, command_for
+from unirl.types.errors import ConfigError
+
+Makes = Literal["image", "video", "text"]
+Overall = Literal["samples", "categories"]
+"""How the overall value is made: the mean over all samples, or the (weighted) mean of the categories' values."""
+ALL = "all"
+"""Category of prompts without one."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One value per sample, as the scorer calls it."""
+
+    name: str
+    """`reward`, or a component such as `shapes/strict`."""
+    is_fraction: bool
+    """True if every sample has 0 or 1: the interval is then Wilson's, else by bootstrap."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A sample with its scores, its media in a file."""
+
+    prompt: str
+    media: Mapping[str, Any]
+    """As docs/reference/run_directory.md describes `media`; `file` is a path from the folder of the samples. Any: JSON
+    values."""
+    metadata: Mapping[str, Any]
+    """The row of the prompt file. Any: JSON values."""
+    prompt_id: str
+    """As in the prompt file; samples of a prompt share it."""
+    index: int
+    """Number of the sample among those of its prompt, from 0."""
+    categories: tuple[str, ...]
+    scores: Mapping[str, float]
+    """Empty where scoring failed."""
+    error: str | None
+    """Why it failed."""
+
+
+Publish = Callable[[Sequence[Judged]], Mapping[str, str]]
+"""Name of a file -> its text, as the suite's authors write results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A benchmark. Values that a command changes (`suite.KEY=VALUE`) are said in the results."""
+
+    name: str
+    what: str
+    makes: Makes
+    """Kind of media that is judged."""
+    prompts: str
+    """Prompt file: below `datasets`, where `trainer data prepare` writes it, or with `world:` in front, of a world."""
+    samples_per_prompt: int
+    published_prompts: int | None = None
+    """Prompts of the published benchmark; None where there is no published number to compare with."""
+    scorer: Mapping[str, Any]
+    """`_target_` of unirl-reward and keywords. Any: a recipe's values."""
+    needs: str = ""
+    """What the scorer needs besides the package, and how to get it."""
+    metrics: tuple[Metric, ...]
+    """The first one is the suite's number."""
+    categories: tuple[str, ...] = ("category",)
+    """Fields of a prompt's metadata that name its category; with several, a sample counts in one category of each."""
+    overall: Overall = "samples"
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of categories in the overall value, for `categories`; empty: equal ones."""
+    publish: Publish | None = None
+    """Files in the published format; None where none is published."""
+    source: str
+    """Paper and repository."""
+    version: int = 1
+    """Goes up where the same samples would get other numbers."""
+
+    def categories_of(self, metadata: Mapping[str, Any] | None) -> tuple[str, ...]:  # Any: a row's values
+        """The categories of a prompt; `all` where it has none."""
+        found = tuple(str(metadata[key]) for key in self.categories if metadata and metadata.get(key) is not None)
+        return found or (ALL,)
+
+    @property
+    def prompt_file(self) -> Path:
+        """Where the prompts are expected on this machine."""
+        world, _, name = self.prompts.rpartition(":")
+        if world:
+            return Path(str(importlib.resources.files(f"unirl.worlds.{world}") / name))
+        return Path(self.prompts).expanduser()
+
+    def rows(self) -> list[PromptRow]:
+        """The prompts, in file order. Raises ConfigError if their file is absent, with the command that makes it."""
+        path = self.prompt_file
+        if not path.exists():
+            command = command_for(path)
+            how = f"Make it with: {command}" if command else "Give another file with suite.prompts=FILE"
+            raise ConfigError(f"suite {self.name}: no prompt file {path}. {how}.")
+        return read_rows(path)
+
+
+def prepared(name: str, split: str = "test") -> str:
+    """Path of a file that `trainer data prepare` makes. Raises ConfigError for a set that is not in the catalogue."""
+    output = SETS[name].output(split) if name in SETS else None
+    if output is None:
+        raise ConfigError(f"no set of prompts {name!r} with a split {split!r}. See: trainer data list.")
+    return str(FOLDER / name / output.file)
