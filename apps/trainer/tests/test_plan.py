@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from unirl.app.plan.predict import Seconds
 from unirl.app.plan.rates import DEVICES, KERNEL_S, MATRIX_SHARE, MEMORY_SHARE, Rates, rates_of
-from unirl.app.plan.report import Plan, as_json, lines
+from unirl.app.plan.report import Ahead, Plan, as_json, lines
 from unirl.rehearsal.operators import Call
 from unirl.types.errors import ConfigError
 
@@ -63,8 +64,8 @@ def test_a_phase_waits_for_the_slowest_where_the_host_goes_on() -> None:
     assert seconds(2, 3, 1).times(2).wall_s == 6
 
 
-def plan(**phases: Seconds) -> Plan:
-    return Plan("some", "H100 SXM", 989e12, 8, 4, 96, phases, eval_interval=20)
+def plan(ahead: Ahead | None = None, engine_devices: int = 4, **phases: Seconds) -> Plan:
+    return Plan("some", "H100 SXM", 989e12, 8, engine_devices, 96, phases, eval_interval=20, ahead=ahead)
 
 
 def test_phases_that_wait_add_up_and_those_at_once_do_not() -> None:
@@ -81,6 +82,20 @@ def test_phases_that_wait_add_up_and_those_at_once_do_not() -> None:
     assert said[-2] == "  in sync, devices that sample work 67% of a step and those that train 29%"
     assert said[-1] == "  with both at once 7.5 s per step, which wait for samples"
     assert as_json(found)["phases"]["train"]["wall_s"] == 3
+
+
+def test_a_schedule_has_the_steps_of_its_slots_and_others_are_shown_with_it() -> None:
+    parts: dict[str, Any] = {"rollout": seconds(4), "reward": seconds(1), "train": seconds(3), "push": seconds(0.5)}
+    found = plan(Ahead("async", 1, 4), **parts)
+    said = [line for line in lines(found) if "max_staleness" in line]
+    assert said[0].startswith("  its schedule max_staleness: 1, requests per rollout: 4; ") and len(said) == 6
+    assert said[1].startswith("  another      max_staleness: 0, requests per rollout: 1; ")
+    own = as_json(found)["schedule"]
+    assert (own["kind"], own["max_staleness"], own["requests"]) == ("async", 1, 4)
+    assert 4.5 <= own["step_s"] < 5.2 < plan(**parts).scheduled(0, 1).step_s < 9
+    assert own["at_work"]["engine"] == pytest.approx(4 / own["step_s"])
+    shared = plan(Ahead("async", 1, 4), engine_devices=0, **parts)
+    assert "at once on one device" in list(lines(shared))[-1] and as_json(shared)["schedule"] is None
 
 
 def test_a_step_on_this_machine_is_predicted(tmp_path: Path) -> None:

@@ -11,6 +11,17 @@ from unirl.app.plan.rates import Clock
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
+from unirl.trainer.loops.forecast import SPREAD, Durations, Forecast, forecast
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A schedule whose parts work at the same time."""
+
+    kind: str
+    max_staleness: int
+    requests: int
+    """Per rollout."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,8 @@ class Plan:
     """Seconds of one device, with the rollout spread over the devices that sample."""
     eval_interval: int
     """Rollouts between evaluations; 0 without any."""
+    ahead: Ahead | None = None
+    """What its schedule collects ahead; None in sync."""
 
     @property
     def making_s(self) -> float:
@@ -50,6 +63,11 @@ class Plan:
     def overlapped_s(self) -> float:
         """Seconds of a step during which the next samples are made, on other devices."""
         return max(self.making_s, self.training_s) + self._seconds(("push",))
+
+    def scheduled(self, max_staleness: int, requests: int) -> Forecast:
+        """Steps of a schedule whose engine, reward and training stand apart and take one request at a time."""
+        durations = Durations(*(self._seconds((phase,)) for phase in STEP))
+        return forecast(durations, per_rollout=requests, max_staleness=max_staleness)
 
     @property
     def most(self) -> str:
@@ -77,7 +95,15 @@ def plan_of(run: ComposedRun, found: Rehearsed, phases: Mapping[str, Seconds], c
         num_samples=root.num_samples * found.num_ranks // max(run.policy.ranks_per_sample, 1),
         phases=placed,
         eval_interval=0 if run.evaluation is None else int(run.evaluation.get("interval") or 0),
+        ahead=_ahead(run),
     )
+
+
+def _ahead(run: ComposedRun) -> Ahead | None:
+    schedule = run.file.schedule
+    if schedule.kind == "sync":
+        return None
+    return Ahead(schedule.kind, schedule.staleness, run.batch_size // (schedule.groups_per_request or run.batch_size))
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -99,11 +125,31 @@ def lines(plan: Plan) -> Iterator[str]:
     if plan.eval_interval and "eval" in plan.phases:
         share = plan.phases["eval"].wall_s / plan.eval_interval
         yield f"  evaluations every {plan.eval_interval} rollouts add {_s(share)} per step"
-    if plan.engine_devices:
+    if plan.ahead is not None:
+        yield from _schedule_lines(plan, plan.ahead)
+    elif plan.engine_devices:
         making, training = plan.making_s / plan.sync_s, plan.training_s / plan.sync_s
         yield f"  in sync, devices that sample work {making:.0%} of a step and those that train {training:.0%}"
         waits = "training" if plan.making_s < plan.training_s else "samples"
         yield f"  with both at once {_s(plan.overlapped_s)} per step, which wait for {waits}"
+
+
+def _schedule_lines(plan: Plan, ahead: Ahead) -> Iterator[str]:
+    """What the schedule takes, and others."""
+    if not plan.engine_devices:
+        yield "  its schedule has engine and training work at once on one device, which a plan does not count"
+        return
+    others = [(staleness, requests) for staleness in (0, 1, 2) for requests in dict.fromkeys((1, 4, ahead.requests))]
+    for staleness, requests in dict.fromkeys([(ahead.max_staleness, ahead.requests), *others]):
+        is_own = (staleness, requests) == (ahead.max_staleness, ahead.requests)
+        found = plan.scheduled(staleness, requests)
+        works = ", ".join(f"{part} {found.share(part):.0%}" for part in found.worked_s)
+        name = "its schedule" if is_own else "another"
+        yield (
+            f"  {name:12} max_staleness: {staleness}, requests per rollout: {requests}; {_s(found.step_s)} per step; "
+            f"at work: {works}"
+        )
+    yield f"  single calls take more or less than their mean (log-normal, sigma {SPREAD:g})"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
@@ -115,6 +161,7 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
         "samples": plan.num_samples,
         "step_s": plan.sync_s,
         "overlapped_step_s": plan.overlapped_s if plan.engine_devices else None,
+        "schedule": None if plan.ahead is None or not plan.engine_devices else _schedule_json(plan, plan.ahead),
         "phases": {
             name: {
                 "wall_s": phase.wall_s,
@@ -125,6 +172,17 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
             }
             for name, phase in plan.phases.items()
         },
+    }
+
+
+def _schedule_json(plan: Plan, ahead: Ahead) -> dict[str, Any]:  # Any: JSON
+    found = plan.scheduled(ahead.max_staleness, ahead.requests)
+    return {
+        "kind": ahead.kind,
+        "max_staleness": ahead.max_staleness,
+        "requests": ahead.requests,
+        "step_s": found.step_s,
+        "at_work": {part: found.share(part) for part in found.worked_s},
     }
 
 
