@@ -72,7 +72,7 @@ def completed(*typed):
 def test_words_complete_to_verbs_recipes_and_parts():
     assert set(VERBS) | {"sd3/nft", "parts/train=lora"} <= set(completed())
     assert "check" not in completed("check") and "sd3/nft" in completed("check")
-    assert completed("init") == ["reward", "algorithm", "model", "recipe"]
+    assert completed("init") == ["reward", "algorithm", "model", "engine", "recipe"]
     assert completed("init", "reward") == []
     assert "geneval" in completed("data", "prepare")
 

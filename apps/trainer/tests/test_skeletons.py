@@ -92,9 +92,11 @@ def test_init_writes_over_nothing(tmp_path, monkeypatch, capsys):
     assert MODULE not in capsys.readouterr().out
 
 
-def test_the_guide_has_the_model_that_init_writes():
-    guide = (ROOT / "docs" / "guides" / "own_model.md").read_text()
-    (block,) = re.findall(r"```python my_model.py\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
-    written = (ROOT / "apps" / "trainer" / "src" / "unirl" / "skeletons" / "model" / "my_model.py").read_text()
+@pytest.mark.parametrize(("kind", "page"), [("model", "own_model.md"), ("engine", "own_engine.md")])
+def test_the_guide_has_what_init_writes(kind, page):
+    guide = (ROOT / "docs" / "guides" / page).read_text()
+    (block,) = re.findall(rf"```python my_{kind}.py\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    skeletons = ROOT / "apps" / "trainer" / "src" / "unirl" / "skeletons"
+    written = (skeletons / kind / f"my_{kind}.py").read_text()
     plain = [line for line in written.replace("MyModel", "My").splitlines() if line]
     assert [line for line in block.splitlines() if line and line not in plain] == []

@@ -29,7 +29,7 @@ VERBS = {
     "compare": "train several recipes under one budget (cpu_s=120 seeds=0,1,2) and tabulate them",
     "conformance": "measure what every engine does with every small model, as a table; of some models by name",
     "view": "a local web page over run directories: curves, samples, timelines (docs/guides/viewer.md)",
-    "init": "write a small part that works, to be changed: init reward NAME, or algorithm, model, recipe",
+    "init": "write a small part that works, to be changed: init reward NAME, or algorithm, model, engine, recipe",
     "doctor": "what this machine can run, what is installed, and how to get what is missing",
     "completion": f"what makes a shell complete this command: completion {' | '.join(SHELLS)}",
     "data": "data list: the sets of prompts that recipes name; data prepare NAME: make one",

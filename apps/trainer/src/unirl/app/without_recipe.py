@@ -15,6 +15,7 @@ KINDS = {
     "reward": "a reward function",
     "algorithm": "a loss: a policy gradient on images",
     "model": "a diffusion model",
+    "engine": "an engine that samples images",
     "recipe": "a recipe that changes a packaged one",
 }
 """What `init` writes."""
