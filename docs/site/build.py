@@ -31,7 +31,6 @@ api = importlib.import_module("generate")  # the script of docs/api
 
 SETTINGS = Path(__file__).parent / "mkdocs.yml"
 LINK = re.compile(r"(?P<head>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
-FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NAMED_FENCE = re.compile(r"^(```\w+) (\S+)$", re.MULTILINE)
 """A block that is a file: ```python my_rewards.py"""
 ROW = re.compile(r"^\| \[[^\]]+\]\((?P<page>[^)]+)\) \| (?P<text>.*) \|$")
@@ -127,17 +126,15 @@ def _relinked(text: str, path: Path, page: str, places: dict[Path, str], english
             return f"{head}{_between(page, f'images/{aim.name}')})"
         if aim in places:
             return f"{head}{_between(page, places[aim])}{anchor})"
+        if not aim.exists():  # a translation that is not written yet
+            aim = next((path for path in english if translations.translated(path) == aim), aim)
         if aim in english:  # a page that the translation does not have; mkdocs knows one language at a time
             return f'<a href="{_to_english(page, english[aim])}{anchor}">{head.removesuffix("](")[1:]}</a>'
         if not aim.exists():
             raise SystemExit(f"{path.relative_to(ROOT)}: {target} leads nowhere")
         return head.removeprefix("!").removeprefix("[").removesuffix("](")
 
-    parts, end = [], 0
-    for block in FENCED.finditer(text):
-        parts += [LINK.sub(relinked, text[end : block.start()]), block[0]]
-        end = block.end()
-    return "".join([*parts, LINK.sub(relinked, text[end:])])
+    return translations.outside_code(text, LINK, relinked)
 
 
 def _to_english(page: str, target: str) -> str:

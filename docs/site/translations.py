@@ -90,7 +90,7 @@ def mark(page: Path) -> None:
             raise SystemExit(f"{page.name}: {target} is no link of {english.relative_to(ROOT)}")
         return f"{link['head']}{right.get(target, target)})"
 
-    text = _outside_code(text, mended)
+    text = outside_code(text, LINK, mended)
     page.write_text(f"{text}\n\n<!-- of {digest(english)} -->\n", encoding="utf-8")
 
 
@@ -109,25 +109,19 @@ def _links(english: Path, page: Path) -> dict[str, str]:
     return right
 
 
-def _outside_code(text: str, mended: Callable[[re.Match[str]], str]) -> str:
+def outside_code(text: str, pattern: re.Pattern[str], changed: Callable[[re.Match[str]], str]) -> str:
+    """The text with every match outside fenced blocks replaced."""
     parts, end = [], 0
     for block in FENCED.finditer(text):
-        parts += [LINK.sub(mended, text[end : block.start()]), block[0]]
+        parts += [pattern.sub(changed, text[end : block.start()]), block[0]]
         end = block.end()
-    return "".join([*parts, LINK.sub(mended, text[end:])])
+    return "".join([*parts, pattern.sub(changed, text[end:])])
 
 
 def with_anchors(text: str, english: Path) -> str:
     """A translation whose headings have the anchors of the English page's, for mkdocs."""
     slugs = iter(_slugs(english.read_text(encoding="utf-8")))
-    parts, end = [], 0
-    for block in [*FENCED.finditer(text), None]:
-        prose = text[end : block.start() if block else len(text)]
-        parts.append(HEADING.sub(lambda heading: f"{heading[0]} {{#{next(slugs, '')}}}".replace(" {#}", ""), prose))
-        if block:
-            parts.append(block[0])
-            end = block.end()
-    return "".join(parts)
+    return outside_code(text, HEADING, lambda heading: f"{heading[0]} {{#{next(slugs, '')}}}".replace(" {#}", ""))
 
 
 def _slugs(text: str) -> list[str]:

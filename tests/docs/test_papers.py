@@ -1,6 +1,5 @@
 """The page of papers has every paper that code, recipes and pages name, and recipes that exist."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,12 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("papers_page", ROOT / "docs" / "reference" / "papers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(reference_script):
+    return reference_script("papers")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The page of recipes says what the recipes and the results say."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,12 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("recipes_page", ROOT / "docs" / "reference" / "recipes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(reference_script):
+    return reference_script("recipes")
 
 
 @pytest.fixture(scope="module")
