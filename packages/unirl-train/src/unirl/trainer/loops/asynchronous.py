@@ -194,7 +194,6 @@ class AsyncTrainer(Trainer):
             slot.calls = calls
             self._note(slot)
         with self._change():
-            slot.newest = max(versions)
             self._unscored.append((slot, resp))
         return True
 
@@ -305,6 +304,7 @@ class AsyncTrainer(Trainer):
 
     def _metrics(self, slots: list[Slot[ScoredGroups]], num_samples: int) -> dict[str, float]:
         """How old the samples are, what waits, and who waited since the last rollout."""
+        lags = [self._slots.version - version for slot in slots for version in slot.versions]
         begun, self._measured_at = self._measured_at, time.monotonic()
         wall_s = self._measured_at - begun
         busy_s = {name: clock.take() for name, clock in self._busy.items()}
@@ -312,8 +312,8 @@ class AsyncTrainer(Trainer):
         with self._changed:
             waiting = self._slots.num_waiting - len(slots)
         return {
-            "schedule/lag/newest": float(min(self._slots.version - slot.newest for slot in slots)),
-            "schedule/lag/oldest": float(max(self._slots.version - slot.version for slot in slots)),
+            "schedule/lag/newest": float(min(lags)),
+            "schedule/lag/oldest": float(max(lags)),
             "schedule/requests_waiting": float(waiting),
             "schedule/requests_overtaken": float(self._slots.num_overtaken),
             "schedule/push_wait_s": held_s,

@@ -22,14 +22,17 @@ class Slot(Generic[ItemT]):
     """The rollout that it is a part of."""
     version: int
     """Version of the weights when it was admitted."""
-    newest: int = 0
-    """Newest version with which any of its calls began."""
     calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Pool -> version with which each call began, if they differ from `version`."""
     num_skipped: int = 0
     """Requests right before it that an earlier run had trained on."""
     item: ItemT | None = None
     """What was made of it; None while it is being made."""
+
+    @property
+    def versions(self) -> set[int]:
+        """Those with which its samples began."""
+        return {version for own in self.calls.values() for version in own} or {self.version}
 
 
 class Slots(Generic[ItemT]):
@@ -93,9 +96,7 @@ class Slots(Generic[ItemT]):
         number = self.next_request
         if len(self._slots) == self.capacity or number >= until * self.per_rollout:
             return None
-        slot: Slot[ItemT] = Slot(
-            number, number // self.per_rollout, self.version, self.version, num_skipped=number - self._next
-        )
+        slot: Slot[ItemT] = Slot(number, number // self.per_rollout, self.version, num_skipped=number - self._next)
         self._next = number + 1
         self._slots.append(slot)
         return slot
