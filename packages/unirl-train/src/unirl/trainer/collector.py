@@ -178,13 +178,13 @@ class Collector(Generic[ParamsT]):
 
     def asked(self, own: RequestOf, num_prompts: int) -> RolloutReq:
         """A request for the next prompts, of a rollout or a part of one."""
-        with self._clock.phase("other"), self._asking:
-            self._prompts_per_request = num_prompts
-            if own.skips:
-                self._data.next(own.skips * num_prompts)
-            self._unfinished[own.number] = self._request_state()
-            rows = self._distinct(self._data.next(num_prompts), own)
         with self._clock.phase("other"):
+            with self._asking:
+                self._prompts_per_request = num_prompts
+                if own.skips:
+                    self._data.next(own.skips * num_prompts)
+                self._unfinished[own.number] = self._request_state()
+                rows = self._distinct(self._data.next(num_prompts), own)
             return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
 
     def made(self, req: RolloutReq) -> Held:
