@@ -93,7 +93,8 @@ def try_out(
         say(f"  {version} {label}: {verdict}, {len(findings.imported)} of {len(modules)} modules, {since(start)}")
     readme = wheel.folder / "README.md"
     try:
-        blocks = places.probe(place / "bin" / "python", "readme", str(readme))
+        with places.serving(wheel.name, place) as is_served:
+            blocks = places.probe(place / "bin" / "python", "readme", str(readme), *["served"] * is_served)
         say(f"  {version} {wheel.name}: {blocks['ran']} README examples ran, {blocks['left_out']} need more than this")
     except ReleaseError as error:
         findings.failures.append(f"{wheel.name}: README: {error}")

@@ -7,8 +7,11 @@ import os
 import re
 import shutil
 import subprocess
+import time
+import urllib.request
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,11 @@ PROGRAMS: Mapping[str, Sequence[Sequence[str]]] = {
     "unirl-reward-server": [["reward-server", "--help"]],
 }
 """Commands that are run where the distribution is installed without extras."""
+
+SERVERS: Mapping[str, tuple[Sequence[str], str]] = {
+    "unirl-reward-server": (["reward-server"], "http://127.0.0.1:8080/ready"),
+}
+"""Distribution -> the server that its README talks to, and what answers 200 when it can."""
 
 
 @dataclass
@@ -157,3 +165,40 @@ class Environments:
         empty = self.folder / "empty"
         empty.mkdir(exist_ok=True)
         return json.loads(self.run([str(python), str(self.folder / "probe.py"), *words], empty).splitlines()[-1])
+
+    @contextmanager
+    def serving(self, name: str, place: Path, *, timeout_s: float = 120) -> Generator[bool]:
+        """The server of a distribution while its README runs; gives False for one that has none.
+
+        Raises ReleaseError if it does not answer in time, or its port is taken.
+        """
+        if name not in SERVERS:
+            yield False
+            return
+        (program, *words), ready = SERVERS[name]
+        if answers(ready):
+            raise ReleaseError(f"something answers at {ready} already, so {program} cannot be tried; stop it first")
+        log = self.folder / f"{name}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [str(place / "bin" / program), *words], cwd=self.folder, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                deadline = time.monotonic() + timeout_s
+                while not answers(ready):
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise ReleaseError(f"{program} did not answer at {ready}:\n{log.read_text()[-1000:]}")
+                    time.sleep(0.5)
+                yield True
+            finally:
+                process.terminate()
+                process.wait(timeout=60)
+
+
+def answers(url: str) -> bool:
+    """True if a GET of `url` on this machine gives 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

@@ -1,7 +1,9 @@
 """Runs in an environment that a distribution was installed in, with nothing of the repository on its path.
 
     python probe.py modules NAME ...    imports each, and prints {name: null, or how the import failed}
-    python probe.py readme FILE         runs the Python blocks of a README, one after the other
+    python probe.py readme FILE [served]
+                                        runs the Python blocks of a README, one after the other; served: those that ask
+                                        a server as well
 
 The last line of what it prints is JSON. It imports nothing of its own folder, which is not there.
 """
@@ -32,10 +34,14 @@ def import_failures(names: list[str]) -> dict[str, list[str] | None]:
     return found
 
 
-def run_readme(path: Path) -> dict[str, int]:
+def offered(is_served: bool) -> set[str]:
+    return {"http://"} if is_served else set()
+
+
+def run_readme(path: Path, *, is_served: bool = False) -> dict[str, int]:
     """Numbers of blocks that ran, and of those that need a GPU, a server or downloads."""
     blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
-    here = [block for block in blocks if not ELSEWHERE.search(block)]
+    here = [block for block in blocks if {found[0] for found in ELSEWHERE.finditer(block)} <= offered(is_served)]
     scope: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(here):
         exec(compile(block, f"README block {number}", "exec"), scope)
@@ -44,5 +50,5 @@ def run_readme(path: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
-    result = import_failures(rest) if verb == "modules" else run_readme(Path(rest[0]))
+    result = import_failures(rest) if verb == "modules" else run_readme(Path(rest[0]), is_served="served" in rest)
     sys.stdout.write("\n" + json.dumps(result) + "\n")

@@ -140,6 +140,9 @@ def test_examples_that_need_a_gpu_a_server_or_downloads_are_left_out(tmp_path):
         '```python\nx = 1\n```\n```python\nmodel = load(device="cuda")\n```\n```python\nassert x == 1\n```\n'
     )
     assert probe.run_readme(page) == {"ran": 2, "left_out": 1}
+    page.write_text('```python\nurl = "http://127.0.0.1:8080"\n```\n')
+    assert probe.run_readme(page) == {"ran": 0, "left_out": 1}
+    assert probe.run_readme(page, is_served=True) == {"ran": 1, "left_out": 0}
 
 
 def test_an_interpreter_of_another_version_does_not_count():

@@ -1,6 +1,7 @@
 """Workflows, Dockerfiles and launch files name what exists, and say what their tools understand."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -234,3 +235,12 @@ def test_recipes_of_launch_files_and_images_are_packaged():
     named = {name for text in texts for name in re.findall(r"\b((?:worlds|sd3)/[a-z_]+(?:/[a-z_]+)?)\b", text)}
     assert len(named) >= 4
     assert [name for name in sorted(named) if f"`{name}`" not in packaged] == []
+
+
+def test_the_bill_of_materials_lists_what_the_lock_installs(uv):
+    environment = {**os.environ, "OFFLINE": "1", "PATH": f"{Path(uv).parent}:{os.environ['PATH']}"}
+    subprocess.run([str(ROOT / "scripts/audit"), "unirl-types"], env=environment, check=True, timeout=60)
+    bill = json.loads((ROOT / "build/sbom/unirl-types.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX" and bill["metadata"]["component"]["name"] == "unirl-types"
+    names = {each["name"] for each in bill["components"]}
+    assert {"torch", "numpy", "safetensors", "xxhash"} <= names and not names & {"pytest", "hypothesis", "ray"}
