@@ -39,7 +39,7 @@ FOLDER = "suites"
 BASE = "base"
 """--against this: the run's model before training."""
 PREFIX = "suite."
-"""Of words that change the suite, not the recipe."""
+"""Words that begin so change the suite, not the recipe."""
 STAGES = ("generate", "score")
 
 
