@@ -138,8 +138,76 @@ def image_edit(folder):
     write_table(folder / "data/train-00001-of-00002.parquet", rows[40:])
 
 
+def geneval_row(prompt, tag, *include, **more):
+    return {"tag": tag, "include": [{"class": name, "count": 1} for name in include], **more, "prompt": prompt}
+
+
+def write_lines(path, rows):
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def geneval_benchmark(folder):
+    rows = [geneval_row("a photo of a bench", "single_object", "bench")]
+    rows.append(geneval_row("a photo of a dog and a cat", "two_object", "dog", "cat"))
+    write_lines(folder / "prompts/evaluation_metadata.jsonl", rows)
+
+
+def geneval2(folder):
+    pairs = [["How many bicycles are in the image?", "four"], ["Are the bicycles white?", "Yes"]]
+    row = {"prompt": "four white bicycles", "atom_count": 2, "vqa_list": pairs, "skills": ["count", "attribute"]}
+    write_lines(folder / "geneval2_data.jsonl", [row])
+
+
+def hpdv2_benchmark(folder):
+    for style in ("anime", "concept-art", "paintings", "photo"):
+        write_text(folder / f"benchmark/{style}.json", json.dumps([f"{style} 0", f"{style} 1", f"{style} 0"]))
+
+
+def wise_benchmark(folder):
+    wise(folder)
+    rows = wise_rows("when", 2)
+    rows[0]["Subcategory"] = "Longitudinal time"
+    write_text(folder / "data/spatio-temporal_reasoning.json", json.dumps(rows))
+
+
+def partiprompts(folder):
+    lines = ["Prompt\tCategory\tChallenge\tNote", "bond\tAbstract\tBasic\tBiology", 'a "sign"\tArtifacts\tWriting\t']
+    write_text(folder / "PartiPrompts.tsv", "\n".join(lines) + "\n")
+
+
+def dpg(folder):
+    head = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,"
+    rows = [
+        '0,"A cat, asleep",,1,0,entity,whole,entity - whole (cat),Is there a cat?',
+        '0,"A cat, asleep",,2,1,attribute,state,"attribute - state (cat, asleep)",Is the cat asleep?',
+        "7,A red box,,1,0,entity,whole,entity - whole (box),Is there a box?",
+    ]
+    write_text(folder / "dpg_bench/dpg_bench.csv", "\n".join([head + "question_natural_language", *rows]) + "\n")
+
+
+def math500(folder):
+    row = {"problem": "What is $1+1$?", "solution": "...", "answer": "2", "subject": "Algebra", "level": 1}
+    write_lines(folder / "test.jsonl", [row | {"unique_id": "test/algebra/1.json"}])
+
+
+def gpqa(folder):
+    head = "Pre-Revision Question,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3"
+    rows = ["x,What is 1?,one,two,three,four,Physics", '"x, y",What is 2?,two,one,three,four,Chemistry']
+    write_text(folder / "gpqa_diamond.csv", "\n".join([f"{head},High-level domain", *rows]) + "\n")
+
+
+def vbench(folder):
+    rows = [{"prompt_en": "In a still frame, a stop sign", "dimension": ["temporal_flickering"]}]
+    rows.append({"prompt_en": "Close up of grapes", "dimension": ["overall_consistency", "aesthetic_quality"]})
+    write_text(folder / "vbench/VBench_full_info.json", json.dumps(rows))
+
+
+BENCHMARKS = (
+    *(geneval_benchmark, geneval2, hpdv2_benchmark, wise_benchmark, partiprompts, dpg, math500, gpqa, vbench),
+)
 PUBLISHED = {
-    each.__name__: each for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, geo3k, image_edit)
+    each.__name__: each
+    for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, geo3k, image_edit, *BENCHMARKS)
 } | {"picture_motion": image_edit, "holes": captioned, "edges": captioned}
 
 

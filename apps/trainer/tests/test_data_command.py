@@ -144,7 +144,7 @@ def test_a_set_from_local_files_into_another_folder(trainer, here):
     ("words", "message"),
     [
         (["prepare", "pickscor"], "unknown set 'pickscor'. Did you mean pickscore?"),
-        (["list", "genevall"], "unknown set 'genevall'. Did you mean geneval?"),
+        (["list", "genevall"], "unknown set 'genevall'. Did you mean geneval or geneval2"),
         (["prepare"], "data prepare takes the name of one set, not 0"),
         (["prepare", "ocr", "motion"], "data prepare takes the name of one set, not 2"),
         (["list", "ocr", "motion"], "data list takes the name of one set or none"),

@@ -28,7 +28,7 @@ TINY = Suite(
     makes="image",
     prompts="x.txt",
     samples_per_prompt=2,
-    scorer={},
+    scorers={},
     metrics=(Metric("right", is_fraction=True), Metric("soft", is_fraction=False)),
     source="here",
 )

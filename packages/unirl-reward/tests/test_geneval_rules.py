@@ -2,7 +2,16 @@
 
 import pytest
 
-from unirl.reward.local.detection.geneval_rules import Detection, Verdict, check_row, iou, judged, kept, relations
+from unirl.reward.local.detection.geneval_rules import (
+    Detection,
+    Verdict,
+    check_row,
+    iou,
+    judged,
+    kept,
+    relations,
+    why_wrong,
+)
 from unirl.types.errors import ConfigError
 
 
@@ -141,3 +150,21 @@ def test_a_position_refers_to_an_earlier_clause():
 def test_a_wrong_row_is_named(row, text):
     with pytest.raises(ConfigError, match=f"sample s0.*{text}"):
         check_row(row, ["dog", "cat"], "sample s0")
+
+
+def test_what_is_wrong_is_said_in_the_words_of_genevals_results():
+    def all_blue(objects):
+        return ["blue"] * len(objects)
+
+    dog, cat = thing(box=(0, 0, 10, 10)), thing("cat", box=(50, 0, 60, 10))
+    row = {"include": [{"class": "dog", "count": 2}, {"class": "cat", "count": 1, "position": ["left of", 0]}]}
+    objects = kept([dog, cat], 0.3)
+    assert why_wrong(objects, row, nobody) == ["expected dog>=2, found 1", "no target for cat to be left of"]
+    row = {"include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1, "position": ["above", 0]}]}
+    assert why_wrong(objects, row, nobody) == ["expected cat above target, found right of target"]
+    row = {"include": [{"class": "dog", "count": 1, "color": "red"}], "exclude": [{"class": "cat", "count": 1}]}
+    assert why_wrong(objects, row, all_blue) == [
+        "expected red dog>=1, found 0 red; and 1 blue",
+        "expected cat<1, found 1",
+    ]
+    assert why_wrong(objects, {"include": [{"class": "dog", "count": 1}]}, nobody) == []

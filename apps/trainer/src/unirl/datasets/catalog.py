@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from unirl.datasets.benchmarks import BENCHMARKS
 from unirl.datasets.characters import CHARACTERS
 from unirl.datasets.controls import EDGES, HOLES
 from unirl.datasets.geneval import GENEVAL
@@ -19,6 +20,7 @@ SETS = {
     each.name: each
     for each in (PICKSCORE, HPDV2, WISE, GENEVAL, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
     + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GEO3K, HEARD)
+    + BENCHMARKS
 }
 """By name."""
 FOLDER = Path("datasets")

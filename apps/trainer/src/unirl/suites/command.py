@@ -39,7 +39,7 @@ FOLDER = "suites"
 BASE = "base"
 """--against this: the run's model before training."""
 PREFIX = "suite."
-"""Words that begin so change the suite, not the recipe."""
+"""Prefix of words that change the suite, not the recipe."""
 STAGES = ("generate", "score")
 
 
@@ -85,19 +85,21 @@ def evaluate_suite(command: Command) -> None:
 
 def changed_suite(suite: Suite, words: Sequence[str]) -> tuple[Suite, list[str]]:
     """A suite with `suite.KEY=VALUE` applied, and the changes in words. Raises ConfigError for other keys."""
-    allowed = ("prompts", "samples_per_prompt", "scorer")
+    allowed = ("prompts", "samples_per_prompt", "template", "scorers")
     for word in words:
         key, _, text = word.removeprefix(PREFIX).partition("=")
         head, *rest = key.split(".")
-        if head not in allowed or bool(rest) != (head == "scorer"):
-            keys = ", ".join(f"{PREFIX}{each}" for each in (*allowed[:2], "scorer.KEYWORD"))
+        if head not in allowed or (len(rest) > 1) != (head == "scorers"):
+            keys = ", ".join(f"{PREFIX}{each}" for each in (*allowed[:3], "scorers.NAME.KEYWORD"))
             raise ConfigError(f"{word}: a suite has no {PREFIX}{key} to change. There are: {keys}.")
         value = yaml.safe_load(text)
         if head == "samples_per_prompt" and (not isinstance(value, int) or value < 1):
             raise ConfigError(
                 f"{word}: a suite has at least one sample per prompt, so it must be a whole number from 1."
             )
-        value = _with(suite.scorer, rest, value) if rest else str(value) if head == "prompts" else value
+        if rest and rest[0] not in suite.scorers:
+            raise ConfigError(f"{word}: suite {suite.name} has no scorer {rest[0]!r}, only {', '.join(suite.scorers)}.")
+        value = _with(suite.scorers, rest, value) if rest else text if head in ("prompts", "template") else value
         suite = dataclasses.replace(suite, **{head: value})
     return suite, list(words)
 

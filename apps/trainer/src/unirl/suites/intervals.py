@@ -15,7 +15,7 @@ import numpy as np
 NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 NUM_RESAMPLES = 4000
 SEED = 0
-"""Seed of the resampling: the same scores give the same interval."""
+"""Seed of the resampling, so that the same scores give the same interval."""
 _BLOCK = 1 << 20
 """Indices drawn at a time."""
 

@@ -118,7 +118,7 @@ def _record(judged: Judged, samples: Path) -> SampleRecord:
         prompt_id=judged.prompt_id,
         prompt=judged.prompt,
         media=read_medium(dict(judged.media), samples) if judged.media else None,
-        scores=judged.scores,
+        scores={"reward": next(iter(judged.scores.values())), **judged.scores} if judged.scores else {},
     )
 
 

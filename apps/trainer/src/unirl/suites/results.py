@@ -34,14 +34,13 @@ def document(suite: Suite, model: Mapping[str, Any], judged: Sequence[Judged], c
         "suite": {"name": suite.name, "version": suite.version, "source": suite.source}
         | {"overall": suite.overall, "weights": dict(suite.weights)},
         "model": dict(model),
-        "changes": [*changes, *_unlike_published(suite, judged)],
+        "changes": [*changes, *_unlike_published(suite, judged), *([suite.limits] if suite.limits else [])],
         "num_prompts": len({each.prompt_id for each in judged}),
         "num_samples": len(judged),
         "num_failed": len(failed),
         "first_error": failed[0].error if failed else None,
         "metrics": {metric.name: _of_metric(suite, metric, judged) for metric in suite.metrics},
-        "prompts": {metric.name: by_prompt(judged, metric.name) for metric in suite.metrics},
-        "categories": {each.prompt_id: list(each.categories) for each in judged},
+        "values": {metric.name: _values(suite, metric, judged) for metric in suite.metrics},
     }
 
 
@@ -53,13 +52,12 @@ def _unlike_published(suite: Suite, judged: Sequence[Judged]) -> list[str]:
 
 
 def _of_metric(suite: Suite, metric: Metric, judged: Sequence[Judged]) -> Document:
-    values = by_prompt(judged, metric.name)
-    categories = {each.prompt_id: each.categories for each in judged}
-    parts = {name: estimate(metric, list(own.values())) for name, own in by_category(values, categories).items() if own}
+    values = _values(suite, metric, judged)
+    parts = {name: estimate(metric, list(own.values())) for name, own in values["categories"].items()}
     if suite.overall == "categories":
         overall = combined(parts, suite.weights)
     else:
-        overall = estimate(metric, list(values.values()))
+        overall = estimate(metric, list(values["all"].values()))
     return {
         "is_fraction": metric.is_fraction,
         "overall": dataclasses.asdict(overall),
@@ -72,22 +70,24 @@ def estimate(metric: Metric, values: Values) -> Estimate:
     return fraction(values) if metric.is_fraction else bootstrapped(values)
 
 
-def by_prompt(judged: Sequence[Judged], name: str) -> dict[str, list[float]]:
-    """Scores of each prompt that has any, in the order of the samples."""
-    found: dict[str, list[float]] = {}
+def _values(suite: Suite, metric: Metric, judged: Sequence[Judged]) -> dict[str, Any]:  # Any: ByPrompt, by category
+    """Values of each prompt that has any, in the order of the samples: of all, and by category."""
+    everything: dict[str, list[float]] = {}
+    categories: dict[str, dict[str, list[float]]] = {}
     for each in judged:
-        if name in each.scores:
-            found.setdefault(each.prompt_id, []).append(each.scores[name])
-    return found
-
-
-def by_category(values: ByPrompt, categories: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Sequence[float]]]:
-    """Values of the prompts of each category, in the order in which categories appear."""
-    found: dict[str, dict[str, Sequence[float]]] = {}
-    for prompt, own in values.items():
-        for category in categories[prompt]:
-            found.setdefault(category, {})[prompt] = own
-    return found
+        if metric.name not in each.scores:
+            continue
+        if metric.only is not None and metric.only not in each.metadata.get(suite.only_key, ()):
+            continue
+        value = each.scores[metric.name]
+        everything.setdefault(each.prompt_id, []).append(value)
+        if suite.parts is not None and metric == suite.metrics[0]:
+            parts = suite.parts(each)
+        else:
+            parts = dict.fromkeys(each.categories, [value])
+        for category, values in parts.items():
+            categories.setdefault(category, {}).setdefault(each.prompt_id, []).extend(values)
+    return {"all": everything, "categories": categories}
 
 
 def compared(before: Document, after: Document) -> Document:
@@ -108,20 +108,22 @@ def compared(before: Document, after: Document) -> Document:
 
 
 def _differences(name: str, before: Document, after: Document) -> Document:
-    first, second = before["prompts"][name], after["prompts"][name]
-    shared = [prompt for prompt in second if prompt in first]
-    if not shared:
+    first, second = before["values"][name], after["values"][name]
+    gain = fraction_difference if after["metrics"][name]["is_fraction"] else mean_difference
+
+    def paired(firsts: ByPrompt, seconds: ByPrompt) -> Estimate | None:
+        shared = [prompt for prompt in seconds if prompt in firsts]
+        return gain([firsts[each] for each in shared], [seconds[each] for each in shared]) if shared else None
+
+    everything = paired(first["all"], second["all"])
+    if everything is None:
         raise ConfigError(f"the two results have no prompt with {name} in common. Run both on the same prompts.")
-    firsts = by_category({prompt: first[prompt] for prompt in shared}, after["categories"])
-    seconds = by_category({prompt: second[prompt] for prompt in shared}, after["categories"])
-    difference = fraction_difference if after["metrics"][name]["is_fraction"] else mean_difference
-    parts = {
-        category: difference(list(firsts[category].values()), list(own.values())) for category, own in seconds.items()
+    both = {
+        category: paired(first["categories"].get(category, {}), own) for category, own in second["categories"].items()
     }
-    if after["suite"]["overall"] == "categories":
-        overall = combined(parts, after["suite"]["weights"])
-    else:
-        overall = difference([first[prompt] for prompt in shared], [second[prompt] for prompt in shared])
+    parts = {category: found for category, found in both.items() if found is not None}
+    is_of_categories = after["suite"]["overall"] == "categories"
+    overall = combined(parts, after["suite"]["weights"]) if is_of_categories else everything
     return {
         "overall": dataclasses.asdict(overall),
         "categories": {category: dataclasses.asdict(part) for category, part in parts.items()},
@@ -135,7 +137,7 @@ def read_results(path: Path) -> Document:
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
             raise ConfigError(f"{file} has version {found['version']}, this reads {VERSION}. Make it again.")
-        found["suite"]["name"], found["metrics"], found["prompts"], found["categories"]
+        found["suite"]["name"], found["metrics"], found["values"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--against {path}: no results of a suite ({type(error).__name__}: {as_sentence(error)}) Give the "

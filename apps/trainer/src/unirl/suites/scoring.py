@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,15 @@ from unirl.types.samples import Image, SampleRecord, Text, Video
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class KeepsDetails(Protocol):
+    """A scorer that knows more of a sample than its scores."""
+
+    def take_details(self) -> Mapping[str, Mapping[str, Any]]:  # Any: JSON values
+        """What it knows of the samples since the last call, by id."""
+        ...
+
+
 def score(suite: Suite, samples: Path, folder: Path, num_parts: int, device: str) -> list[Judged]:
     """Score the parts that `folder` lacks; returns all samples with their scores, without their media.
 
@@ -38,12 +47,12 @@ def score(suite: Suite, samples: Path, folder: Path, num_parts: int, device: str
             f"{samples}: {len(absent)} of {num_parts} parts are missing. Make them with: --stage generate."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, {"suite": suite.name, "version": suite.version, "scorer": _plain(suite.scorer)})
+    claim(folder, {"suite": suite.name, "version": suite.version, "scorers": _plain(suite.scorers)})
     missing = [number for number in range(num_parts) if not part_file(folder, number).exists()]
     if missing:
-        scorer = build_scorer(suite, device)
+        scorers = build_scorers(suite, device)
         for number in missing:
-            _score_part(scorer, read_samples(part_file(samples, number)), part_file(folder, number))
+            _score_part(scorers, read_samples(part_file(samples, number)), part_file(folder, number))
             logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
     judged = [
         each
@@ -66,30 +75,38 @@ def parts_of(samples: Path) -> int:
     return -(-settings["num_prompts"] * settings["samples_per_prompt"] // settings["samples_per_part"])
 
 
-def build_scorer(suite: Suite, device: str) -> Scorer:
-    """The scorer of a suite. Raises ConfigError, or ImportError, with what it needs and how to get it."""
+def build_scorers(suite: Suite, device: str) -> list[Scorer]:
+    """The scorers of a suite. Raises ConfigError, or ImportError, with what it needs and how to get it."""
     try:
-        scorer = instantiate_at("suite.scorer", _plain(suite.scorer))
+        scorers = [
+            instantiate_at(f"suite.scorers.{name}", _plain(node) | {"name": name})
+            for name, node in suite.scorers.items()
+        ]
     except (ConfigError, ImportError) as error:
         if not suite.needs:
             raise
         raise type(error)(f"suite {suite.name}: {error}\n{suite.needs}") from error
-    if isinstance(scorer, LocalScorer):
-        scorer.move_to(device)
-    return scorer
+    for scorer in scorers:
+        if isinstance(scorer, LocalScorer):
+            scorer.move_to(device)
+    return scorers
 
 
-def _score_part(scorer: Scorer, records: Sequence[SampleRecord], file: Path) -> None:
-    made = [record for record in results(records)]
-    lines: dict[str, dict[str, Any]] = {}  # Any: JSON values
-    for alike in _alike(made):
-        answer = _scored(scorer, request_of(alike))
-        for row, record in enumerate(alike):
-            lines[record.sample_id] = {
-                "sample_id": record.sample_id,
-                "scores": _scores(answer, row),
-                "error": answer.errors[row],
-            }
+def _score_part(scorers: Sequence[Scorer], records: Sequence[SampleRecord], file: Path) -> None:
+    made = results(records)
+    lines: dict[str, dict[str, Any]] = {  # Any: JSON values
+        record.sample_id: {"sample_id": record.sample_id, "scores": {}, "error": None, "details": {}} for record in made
+    }
+    for scorer in scorers:
+        for alike in _alike(made):
+            answer = _scored(scorer, request_of(alike))
+            for row, record in enumerate(alike):
+                line = lines[record.sample_id]
+                line["scores"] |= _scores(scorer.name, answer, row)
+                line["error"] = line["error"] or answer.errors[row]
+        if isinstance(scorer, KeepsDetails):
+            for sample, details in scorer.take_details().items():
+                lines[sample]["details"] |= details
     partial = file.with_suffix(".tmp")
     with partial.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(lines[record.sample_id], allow_nan=False) + "\n" for record in made)
@@ -100,10 +117,10 @@ def _scored(scorer: Scorer, request: RewardRequest) -> RewardResponse:
     return scorer.score_isolated(request, "sample") if isinstance(scorer, LocalScorer) else scorer.score(request)
 
 
-def _scores(answer: RewardResponse, row: int) -> dict[str, float]:
+def _scores(name: str, answer: RewardResponse, row: int) -> dict[str, float]:
     if answer.errors[row] is not None:
         return {}
-    columns = {"reward": answer.rewards, **answer.component_rewards}
+    columns = {name: answer.rewards, **answer.component_rewards}
     return {name: float(values[row]) for name, values in columns.items() if math.isfinite(values[row])}
 
 
@@ -166,8 +183,9 @@ def _joined(suite: Suite, samples: Path, scores: Path) -> Iterator[Judged]:
             prompt_id=prompt_id,
             index=int(index),
             categories=suite.categories_of(line["metadata"]),
-            scores=found["scores"],
+            scores={} if found["error"] else found["scores"],
             error=found["error"],
+            details=found["details"],
         )
 
 
@@ -177,7 +195,7 @@ def _require_metrics(suite: Suite, judged: Sequence[Judged]) -> None:
     if absent:
         raise ConfigError(
             f"suite {suite.name}: the scorer gives {', '.join(scored.scores)}, not {', '.join(absent)}. Name the "
-            "scorer so, or change suite.scorer."
+            "scorer so, or change suite.scorers."
         )
 
 

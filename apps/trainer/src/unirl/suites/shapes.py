@@ -10,7 +10,7 @@ SHAPES = Suite(
     makes="image",
     prompts="shapes:data/heldout.jsonl",
     samples_per_prompt=4,
-    scorer={"_target_": "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"},
+    scorers={"shapes": {"_target_": "unirl.reward.worlds.shapes_scorer.ShapesRewardScorer"}},
     metrics=(Metric("shapes/strict", is_fraction=True), Metric("shapes/soft", is_fraction=False)),
     source="the shapes world of this project (docs/worlds/shapes.md)",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +24,11 @@ class Metric:
     """One value per sample, as the scorer calls it."""
 
     name: str
-    """`reward`, or a component such as `shapes/strict`."""
+    """The scorer's name for its reward, or a component such as `shapes/strict`."""
     is_fraction: bool
     """True if every sample has 0 or 1: the interval is then Wilson's, else by bootstrap."""
+    only: str | None = None
+    """Counts only prompts whose `Suite.only_key` holds this; None counts all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +50,12 @@ class Judged:
     """Empty where scoring failed."""
     error: str | None
     """Why it failed."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What a scorer of `KeepsDetails` says besides the scores. Any: JSON values."""
 
 
+Parts = Callable[[Judged], Mapping[str, Sequence[float]]]
+"""Category -> values of a sample that count in it, where these are not its score: answers to single questions."""
 Publish = Callable[[Sequence[Judged]], Mapping[str, str]]
 """Name of a file -> its text, as the suite's authors write results."""
 
@@ -67,17 +73,25 @@ class Suite:
     samples_per_prompt: int
     published_prompts: int | None = None
     """Prompts of the published benchmark; None where there is no published number to compare with."""
-    scorer: Mapping[str, Any]
-    """`_target_` of unirl-reward and keywords. Any: a recipe's values."""
+    scorers: Mapping[str, Mapping[str, Any]]
+    """By name: `_target_` of unirl-reward and keywords. Any: a recipe's values."""
+    template: str = "{prompt}"
+    """What a model is asked, with the prompt for {prompt}. Scorers and results read it as asked."""
     needs: str = ""
     """What the scorer needs besides the package, and how to get it."""
     metrics: tuple[Metric, ...]
     """The first one is the suite's number."""
+    parts: Parts | None = None
+    """Values of the first metric by category; None: the sample's score in each of its categories."""
     categories: tuple[str, ...] = ("category",)
     """Fields of a prompt's metadata that name its category; with several, a sample counts in one category of each."""
     overall: Overall = "samples"
     weights: Mapping[str, float] = field(default_factory=dict)
     """Shares of categories in the overall value, for `categories`; empty: equal ones."""
+    only_key: str = ""
+    """Field of a prompt's metadata that lists what it is for, for metrics of some prompts."""
+    limits: str = ""
+    """What of the published benchmark is not measured, and how to get it; in the results."""
     publish: Publish | None = None
     """Files in the published format; None where none is published."""
     source: str
@@ -105,7 +119,10 @@ class Suite:
             command = command_for(path)
             how = f"Make it with: {command}" if command else "Give another file with suite.prompts=FILE"
             raise ConfigError(f"suite {self.name}: no prompt file {path}. {how}.")
-        return read_rows(path)
+        rows = read_rows(path)
+        if "{prompt}" not in self.template:
+            raise ConfigError(f"suite.template = {self.template!r} has no {{prompt}}. Say where the prompt goes.")
+        return [replace(row, prompt=self.template.replace("{prompt}", row.prompt)) for row in rows]
 
 
 def prepared(name: str, split: str = "test") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from PIL import Image
@@ -38,6 +38,7 @@ class GenEvalScorer(LocalScorer):
     threshold: of a detection's score; counting_threshold: under the tag "counting". max_objects: a class.
     max_overlap: IoU from which the less sure of two objects of a class is dropped; 1 drops none.
     position_threshold: see `geneval_rules.relations`.
+    keeps_details: for `take_details`.
     names: GenEval's name -> the detector's name of a class; COCO's differ in three.
     Metadata of every sample: a row of GenEval's prompts/evaluation_metadata.jsonl (include, exclude, tag).
     Raises ConfigError for a sample whose row is missing or wrong, naming it.
@@ -67,6 +68,7 @@ class GenEvalScorer(LocalScorer):
         max_overlap: UnitInterval = 1.0,
         position_threshold: UnitInterval = 0.1,
         names: Mapping[str, str] | None = None,
+        keeps_details: bool = False,
         device: str = "cpu",
         name: str = "geneval",
         batch_size: PositiveInt = 8,
@@ -80,6 +82,8 @@ class GenEvalScorer(LocalScorer):
         self.max_objects = max_objects
         self.max_overlap = max_overlap
         self.position_threshold = position_threshold
+        self._keeps_details = keeps_details
+        self._details: dict[str, dict[str, Any]] = {}  # Any: JSON values
         renamed = {ours: theirs for theirs, ours in (GENEVAL_NAMES if names is None else dict(names)).items()}
         self._label_of = {label: renamed.get(label, label) for label in detector.labels}
 
@@ -98,22 +102,27 @@ class GenEvalScorer(LocalScorer):
         pictures = to_pictures(request.pixels)
         found = self._detector.detect(pictures, min(self.threshold, self.counting_threshold))
         verdicts = []
-        for picture, objects, row in zip(pictures, found, rows, strict=True):
+        for sample, picture, objects, row in zip(request.sample_ids, pictures, found, rows, strict=True):
             named = [dataclasses.replace(each, label=self._label_of[each.label]) for each in objects]
             threshold = self.counting_threshold if row.get("tag") == COUNTING else self.threshold
-            verdicts.append(
-                judged(
-                    kept(named, threshold, self.max_objects, self.max_overlap),
-                    row,
-                    self._colours_in(picture),
-                    self.position_threshold,
-                )
-            )
+            seen = kept(named, threshold, self.max_objects, self.max_overlap)
+            verdict = judged(seen, row, self._colours_in(picture), self.position_threshold)
+            verdicts.append(verdict)
+            if self._keeps_details:
+                boxes = {label: [[*each.box, each.score] for each in own] for label, own in seen.items()}
+                self._details[sample] = {"correct": bool(verdict.reward), "reason": "\n".join(verdict.wrong)}
+                self._details[sample]["boxes"] = {label: boxes[label] for label in labels if label in boxes}
         return {
             "strict": torch.tensor([verdict.strict for verdict in verdicts]),
             "score": torch.tensor([verdict.score for verdict in verdicts]),
             "reward": torch.tensor([verdict.reward for verdict in verdicts]),
         }
+
+    def take_details(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
+        """By sample since the last call, with `keeps_details`: `correct`, `reason` (a line per clause that fails) and
+        `boxes` (label -> [x0, y0, x1, y1, score] of the kept objects), as GenEval's results have them."""
+        taken, self._details = self._details, {}
+        return taken
 
     def _colours_in(self, picture: Image.Image) -> ColoursOf:
         known: dict[Detection, str] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +47,8 @@ class Verdict:
     strict: float
     score: float
     reward: float
+    wrong: tuple[str, ...] = field(default=(), compare=False)
+    """What GenEval finds wrong, as `why_wrong` says it."""
 
 
 def kept(
@@ -110,26 +112,66 @@ def judged(
 
     In the score a wrong position counts 0; Flow-GRPO's code counts it 0 and 1.
     """
-    reward = _holds(objects, row, colours_of, position_threshold)
+    wrong = why_wrong(objects, row, colours_of, position_threshold)
     is_strict, credits = _credits(objects, row["include"], colours_of, position_threshold)
-    return Verdict(strict=float(is_strict), score=sum(credits) / len(credits), reward=float(reward))
+    return Verdict(
+        strict=float(is_strict), score=sum(credits) / len(credits), reward=float(not wrong), wrong=tuple(wrong)
+    )
 
 
-def _holds(
-    objects: Mapping[str, Sequence[Detection]], row: Mapping[str, Any], colours_of: ColoursOf, threshold: float
-) -> bool:
-    """GenEval's own answer: the surest `count` objects of each class decide."""
+def why_wrong(
+    objects: Mapping[str, Sequence[Detection]],
+    row: Mapping[str, Any],  # Any: a checked row of a user's data file
+    colours_of: ColoursOf,
+    threshold: float = 0.1,
+) -> list[str]:
+    """What GenEval finds wrong, in the words of its results; nothing where it calls the image right.
+
+    The surest `count` objects of each class decide.
+    """
+    all_wrong: list[str] = []
     groups: list[Sequence[Detection] | None] = []
     for clause in row["include"]:
-        found = objects.get(clause["class"], [])[: clause["count"]]
-        is_met = len(found) == clause["count"]
-        if is_met and "color" in clause:
-            is_met = list(colours_of(found)).count(clause["color"]) >= clause["count"]
-        if is_met and "position" in clause:
-            is_met = _is_placed(found, clause["position"], groups, threshold)
-        groups.append(found if is_met else None)
-    is_free = all(len(objects.get(clause["class"], [])) < clause["count"] for clause in row.get("exclude", []))
-    return is_free and None not in groups
+        name, count = clause["class"], clause["count"]
+        found = objects.get(name, [])[:count]
+        wrong = [] if len(found) == count else [f"expected {name}>={count}, found {len(found)}"]
+        if not wrong and "color" in clause:
+            wrong += _wrong_colour(clause, list(colours_of(found)))
+        if not wrong and "position" in clause:
+            wrong += _wrong_place(found, clause, groups, threshold)
+        groups.append(None if wrong else found)
+        all_wrong += wrong
+    for clause in row.get("exclude", []):
+        num = len(objects.get(clause["class"], []))
+        if num >= clause["count"]:
+            all_wrong.append(f"expected {clause['class']}<{clause['count']}, found {num}")
+    return all_wrong
+
+
+def _wrong_colour(clause: Mapping[str, Any], seen: list[str]) -> list[str]:  # Any: as above
+    wanted, count = clause["color"], clause["count"]
+    if seen.count(wanted) >= count:
+        return []
+    others = ", ".join(f"{seen.count(each)} {each}" for each in COLOURS if each in seen)
+    return [f"expected {wanted} {clause['class']}>={count}, found {seen.count(wanted)} {wanted}; and {others}"]
+
+
+def _wrong_place(
+    found: Sequence[Detection],
+    clause: Mapping[str, Any],  # Any: as above
+    groups: Sequence[Sequence[Detection] | None],
+    threshold: float,
+) -> list[str]:
+    name, (relation, target) = clause["class"], clause["position"]
+    others = groups[target]
+    if others is None:
+        return [f"no target for {name} to be {relation}"]
+    for each in found:
+        for other in others:
+            true = relations(each.box, other.box, threshold)
+            if relation not in true:
+                return [f"expected {name} {relation} target, found {' and '.join(sorted(true))} target"]
+    return []
 
 
 def _credits(

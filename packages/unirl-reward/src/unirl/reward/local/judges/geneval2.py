@@ -31,7 +31,7 @@ class GenEval2Scorer(LocalScorer):
     mean: "gm", the geometric mean, which asks for every atom; "am", the arithmetic mean.
     Atoms are [question, answer] pairs in the sample's metadata under "vqa_list"; or, where a row has none, those of its
     prompt in `questions_file`, JSON lines with "prompt" and "vqa_list", as GenEval 2 publishes them.
-    num_frames: of a video, that the judge sees.
+    num_frames: of a video, that the judge sees. keeps_details: for `take_details`.
     Raises ConfigError for a sample without atoms, naming it.
     Source: GenEval 2 (arXiv 2512.16853).
     """
@@ -54,6 +54,7 @@ class GenEval2Scorer(LocalScorer):
         mean: Mean = "gm",
         questions_file: str | None = None,
         num_frames: int = 8,
+        keeps_details: bool = False,
         device: str = "cpu",
         name: str = "geneval2",
         batch_size: PositiveInt = 8,
@@ -62,6 +63,8 @@ class GenEval2Scorer(LocalScorer):
         self._judge = judge
         self.mean: Mean = mean
         self.num_frames = num_frames
+        self._keeps_details = keeps_details
+        self._details: dict[str, dict[str, Any]] = {}  # Any: JSON values
         self._atoms_of = {} if questions_file is None else _atoms_by_prompt(questions_file, name)
 
     def modules(self) -> list[nn.Module]:
@@ -81,14 +84,21 @@ class GenEval2Scorer(LocalScorer):
         answers = [answer for pairs in atoms for _, answer in pairs]
         found = iter(self._judge.answer_probabilities(questions, answers))
         values, reasons = [], []
-        for pairs in atoms:
+        for sample, pairs in zip(request.sample_ids, atoms, strict=True):
             mine = [next(found) for _ in pairs]
             failed = [each for each in mine if isinstance(each, JudgeError)]
             reasons.append(str(failed[0]) if failed else None)
+            if self._keeps_details and not failed:
+                self._details[sample] = {"atoms": mine}
             values.append(
                 math.nan if failed else soft_tifa([each for each in mine if isinstance(each, float)], self.mean)
             )
         return Scored(torch.tensor(values), reasons)
+
+    def take_details(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
+        """By sample since the last call, with `keeps_details`: `atoms`, the probability of each in their order."""
+        taken, self._details = self._details, {}
+        return taken
 
     def _atoms(self, sample: str, prompt: str, row: dict[str, Any] | None) -> list[tuple[str, str]]:
         found = (row or {}).get("vqa_list") or self._atoms_of.get(prompt)
