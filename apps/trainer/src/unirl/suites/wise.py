@@ -9,7 +9,7 @@ from unirl.suites.judges import JUDGE, needs_judge
 from unirl.suites.suite import Judged, Metric, Suite, prepared
 
 WEIGHTS = {"cultural": 0.4, "time": 0.167, "space": 0.133, "biology": 0.1, "physics": 0.1, "chemistry": 0.1}
-"""Of the overall WiScore, as the repository gives them."""
+"""Shares in the overall WiScore, as the repository gives them."""
 FAILED = 999
 """What the repository writes for a rating that is missing."""
 
