@@ -260,6 +260,7 @@ def test_a_detector_that_is_not_there_is_named_with_how_to_get_it(tmp_path, caps
     assert main(["eval", "--suite", "geneval", "worlds/shapes/nft", *words, "--output", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "suite geneval:" in error and "suite.scorers.geneval.detector.model=FOLDER" in error
+    assert not list(tmp_path.rglob("suite-*.jsonl")), "nothing was generated"
 
 
 def test_ocr_reads_samples_offline(tmp_path):
@@ -283,6 +284,6 @@ def test_ocr_reads_samples_offline(tmp_path):
     samples.mkdir()
     claim(samples, {"num_prompts": 2, "samples_per_prompt": 1, "samples_per_part": 2})
     SampleFiles(samples).write("suite", 0, records)
-    found = score(SUITES["ocr"], samples, tmp_path / "scores", 1, "cpu")
+    found = score(SUITES["ocr"], samples, tmp_path / "scores", 1, None, "cpu")
     assert [each.prompt_id for each in found] == ["test.jsonl:0", "test.jsonl:1"]
     assert found[0].scores["ocr"] == 1.0 > found[1].scores["ocr"]

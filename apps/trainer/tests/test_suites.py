@@ -12,6 +12,7 @@ from unirl.app.main import main
 from unirl.suites import generating
 from unirl.suites.catalog import SUITES
 from unirl.suites.intervals import bootstrapped, combined, fraction, fraction_difference, mean_difference, wilson
+from unirl.suites.pages import comparison_page
 from unirl.suites.results import compared, document
 from unirl.suites.suite import Judged, Metric, Suite
 
@@ -212,6 +213,19 @@ def test_what_cannot_be_is_said_before_any_work(words, text, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     assert main(["eval", *words]) == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_a_model_is_given_to_a_recipe(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text("{}")
+    assert main(["eval", "--suite", "shapes", str(tmp_path)]) == 2
+    assert f"RECIPE bundle.pretrained_model={tmp_path}" in capsys.readouterr().err
+
+
+def test_models_that_were_measured_otherwise_are_compared_with_a_note():
+    first = document(suite(), {"name": "m"}, [judged("a", 0, "x", right=0.0, soft=0.0)], [])
+    second = document(suite(), {"name": "n"}, [judged("a", 0, "x", right=1.0, soft=1.0)], ["suite.template=x"])
+    page = comparison_page(compared(first, second), None, [])
+    assert "The two were not measured alike:\n\n- m: the suite unchanged\n- n: suite.template=x" in page
 
 
 def test_every_suite_is_described():

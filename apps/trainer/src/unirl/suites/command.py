@@ -16,10 +16,10 @@ from rich.markdown import Markdown
 
 from unirl.app.command_line import Command
 from unirl.app.recipe import checked, composed, trusts
-from unirl.app.run_directory import CHECKPOINTS, has_checkpoint, make_folder
+from unirl.app.run_directory import CHECKPOINTS, CONFIG_FILE, has_checkpoint, make_folder
 from unirl.config.runs import ComposedRun
 from unirl.suites.catalog import chosen_suite
-from unirl.suites.generating import generate, plan_samples
+from unirl.suites.generating import SETTINGS, generate, plan_samples
 from unirl.suites.pages import (
     comparison_page,
     pairs_to_show,
@@ -29,7 +29,7 @@ from unirl.suites.pages import (
     sheet_of_pairs,
 )
 from unirl.suites.results import RESULTS, Document, compared, document, read_results
-from unirl.suites.scoring import parts_of, score
+from unirl.suites.scoring import build_scorers, claim_scores, missing_scores, parts_of, read_judged, score
 from unirl.suites.suite import Judged, Suite
 from unirl.types.errors import ConfigError
 
@@ -67,6 +67,7 @@ def evaluate_suite(command: Command) -> None:
     own = dataclasses.replace(
         command, overrides=tuple(word for word in command.overrides if not word.startswith(PREFIX))
     )
+    _refuse_model_folder(own.recipe)
     run = checked(composed(own), asks_teachers=False, trusts=trusts(own), is_exported=True)
     model = model_of(own, run)
     root = _root(own, run)
@@ -108,6 +109,18 @@ def _with(node: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str,
     first, *rest = keys
     inner = node.get(first)
     return {**node, first: _with(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
+
+
+def _refuse_model_folder(name: str) -> None:
+    """Raises ConfigError for the folder of a model, which does not say how to sample from it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / CONFIG_FILE).is_file():
+        is_model = any((folder / each).is_file() for each in ("model_index.json", "config.json"))
+        what = "the folder of a model, which does not say how it is sampled" if is_model else "no folder of a run"
+        raise ConfigError(
+            f"{folder} is {what}. Name a recipe of its family, and the folder as its model: "
+            f"trainer eval --suite NAME RECIPE bundle.pretrained_model={folder}."
+        )
 
 
 def model_of(command: Command, run: ComposedRun) -> Model:
@@ -171,14 +184,19 @@ def _evaluated(suite: Suite, model: Model, root: Path, changes: Sequence[str], s
     """Run the stages; returns the folder of the results."""
     folder = _folder(suite, model, root)
     make_folder("--output", folder)
-    samples = folder / "samples"
+    samples, scores = folder / "samples", folder / "scores"
+    scorers = None
     if stage != "score":
         plan = plan_samples(model.run, suite, model.described)
+        if stage is None:
+            claim_scores(suite, scores)
+            # Before samples are made, so that a scorer that cannot be had is said at once.
+            scorers = build_scorers(suite) if missing_scores(scores, plan.num_parts) else None
         generate(model.run, model.run_dir, suite, plan, samples, model.checkpoint)
     if stage == "generate":
         Console().print(f"samples are in {samples}; score them with: --stage score", soft_wrap=True)
         return folder
-    judged = score(suite, samples, folder / "scores", parts_of(samples), model.run.device)
+    judged = score(suite, samples, scores, parts_of(samples), scorers, model.run.device)
     found = document(suite, model.described, judged, changes)
     for name, text in (suite.publish(judged) if suite.publish is not None else {}).items():
         _write(folder / name, text)
@@ -220,10 +238,10 @@ def _compare(suite: Suite, other: Path, folder: Path) -> None:
 
 def _judged(suite: Suite, folder: Path) -> list[Judged]:
     """Samples with scores of a folder; none where results.json stands without them."""
-    samples = folder / "samples"
-    if not samples.is_dir():
+    samples, scores = folder / "samples", folder / "scores"
+    if not (samples / SETTINGS).is_file() or missing_scores(scores, parts_of(samples)):
         return []
-    return score(suite, samples, folder / "scores", parts_of(samples), "cpu")
+    return read_judged(suite, samples, scores, parts_of(samples))
 
 
 def _write(path: Path, text: str) -> None:

@@ -45,6 +45,10 @@ def comparison_page(found: Document, sheet_file: str | None, pairs: Sequence[tup
     before, after = model_name(found["before"]), model_name(found["after"])
     lines = [f"# {found['suite']['name']}: {before} and {after}", ""]
     lines.append(f"{after} less {before}, on the same prompts and noise; 95 % intervals over prompts.")
+    if found["changes"]["before"] != found["changes"]["after"]:
+        lines += ["", "The two were not measured alike:", ""]
+        for name, changes in ((before, found["changes"]["before"]), (after, found["changes"]["after"])):
+            lines.append(f"- {name}: {'; '.join(changes) or 'the suite unchanged'}")
     for name, own in found["metrics"].items():
         lines += ["", f"## {name}", "", _row("category", "prompts", "difference"), "|---|---|---|"]
         parts = own["categories"] if len(own["categories"]) > 1 else {}

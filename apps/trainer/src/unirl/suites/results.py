@@ -103,7 +103,8 @@ def compared(before: Document, after: Document) -> Document:
         )
     metrics = {name: _differences(name, before, after) for name in after["metrics"] if name in before["metrics"]}
     return {"version": VERSION, "suite": after["suite"], "before": before["model"], "after": after["model"]} | {
-        "metrics": metrics
+        "changes": {"before": before["changes"], "after": after["changes"]},
+        "metrics": metrics,
     }
 
 

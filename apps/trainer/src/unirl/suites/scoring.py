@@ -35,35 +35,55 @@ class KeepsDetails(Protocol):
         ...
 
 
-def score(suite: Suite, samples: Path, folder: Path, num_parts: int, device: str) -> list[Judged]:
+def score(
+    suite: Suite, samples: Path, folder: Path, num_parts: int, scorers: Sequence[Scorer] | None, device: str
+) -> list[Judged]:
     """Score the parts that `folder` lacks; returns all samples with their scores, without their media.
 
-    Raises ConfigError if a part of the samples is missing, the scorer cannot be built, or scores there are of another
-    scorer; RewardError if no sample could be scored.
+    scorers: None builds them where a part is missing. Raises ConfigError if a part of the samples is missing, a scorer
+    cannot be built, or scores there are of other scorers; RewardError if no sample could be scored.
     """
     absent = [number for number in range(num_parts) if not part_file(samples, number).exists()]
     if absent:
         raise ConfigError(
             f"{samples}: {len(absent)} of {num_parts} parts are missing. Make them with: --stage generate."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    claim(folder, {"suite": suite.name, "version": suite.version, "scorers": _plain(suite.scorers)})
-    missing = [number for number in range(num_parts) if not part_file(folder, number).exists()]
+    claim_scores(suite, folder)
+    missing = missing_scores(folder, num_parts)
     if missing:
-        scorers = build_scorers(suite, device)
+        scorers = build_scorers(suite) if scorers is None else scorers
+        for scorer in scorers:
+            if isinstance(scorer, LocalScorer):
+                scorer.move_to(device)
         for number in missing:
             _score_part(scorers, read_samples(part_file(samples, number)), part_file(folder, number))
             logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
-    judged = [
-        each
-        for number in range(num_parts)
-        for each in _joined(suite, part_file(samples, number), part_file(folder, number))
-    ]
+    judged = read_judged(suite, samples, folder, num_parts)
     if not any(each.scores for each in judged):
         reason = next((each.error for each in judged), "there are none")
         raise RewardError(f"suite {suite.name}: none of {len(judged)} samples could be scored; first error: {reason}")
     _require_metrics(suite, judged)
     return judged
+
+
+def claim_scores(suite: Suite, folder: Path) -> None:
+    """Make the folder of the scores of these scorers. Raises ConfigError if it has those of others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, {"suite": suite.name, "version": suite.version, "scorers": _plain(suite.scorers)})
+
+
+def missing_scores(folder: Path, num_parts: int) -> list[int]:
+    """Parts without scores."""
+    return [number for number in range(num_parts) if not part_file(folder, number).exists()]
+
+
+def read_judged(suite: Suite, samples: Path, folder: Path, num_parts: int) -> list[Judged]:
+    """All samples with their scores, which must be there."""
+    return [
+        each
+        for number in range(num_parts)
+        for each in _joined(suite, part_file(samples, number), part_file(folder, number))
+    ]
 
 
 def parts_of(samples: Path) -> int:
@@ -75,7 +95,7 @@ def parts_of(samples: Path) -> int:
     return -(-settings["num_prompts"] * settings["samples_per_prompt"] // settings["samples_per_part"])
 
 
-def build_scorers(suite: Suite, device: str) -> list[Scorer]:
+def build_scorers(suite: Suite) -> list[Scorer]:
     """The scorers of a suite. Raises ConfigError, or ImportError, with what it needs and how to get it."""
     try:
         scorers = [
@@ -86,9 +106,6 @@ def build_scorers(suite: Suite, device: str) -> list[Scorer]:
         if not suite.needs:
             raise
         raise type(error)(f"suite {suite.name}: {error}\n{suite.needs}") from error
-    for scorer in scorers:
-        if isinstance(scorer, LocalScorer):
-            scorer.move_to(device)
     return scorers
 
 
