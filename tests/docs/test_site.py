@@ -93,6 +93,11 @@ def translated(script, tmp_path, monkeypatch):
     return translations
 
 
+@pytest.mark.matrix
+def test_every_page_has_a_translation_of_its_present_text(script):
+    assert script("translations").problems() == []
+
+
 def test_marking_a_translation_mends_its_links(translated):
     page = translated.CHINESE / "faq.md"
     assert translated.problems() == ["{0}/zh/faq.md is older than {0}/faq.md".format("docs")]
