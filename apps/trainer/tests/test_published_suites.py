@@ -210,6 +210,21 @@ def test_aime_takes_several_samples_and_gives_pass_at_1(tmp_path):
     assert "**12+5=**" in (folder / "results.md").read_text()
 
 
+def test_vbench_makes_the_videos_that_it_measures(tmp_path):
+    prompts = tmp_path / "videos.jsonl"
+    rows = [("a red circle moves left", "temporal_flickering"), ("a red circle moves up", "human_action")]
+    prompts.write_text("".join(json.dumps({"prompt": text, "dimensions": [each]}) + "\n" for text, each in rows))
+    jpeg = "suite.scorers.frames.scorer={_target_: unirl.reward.local.images.compressibility.JPEGCompressibilityScorer}"
+    words = [f"suite.prompts={prompts}", "suite.samples_per_prompt=2", jpeg, "eval.num_inference_steps=1"]
+    assert main(["eval", "--suite", "vbench", "worlds/moves/nft", *words, "--output", str(tmp_path)]) == 0
+    folder = tmp_path / "suites/vbench/worlds-moves-nft"
+    found = json.loads((folder / "vbench_eval_results.json").read_text())
+    assert list(found) == ["temporal_flickering"] and len(found["temporal_flickering"][1]) == 2
+    assert all((folder / each["video_path"]).is_file() for each in found["temporal_flickering"][1])
+    document = json.loads((folder / "results.json").read_text())
+    assert list(document["metrics"]) == ["frames/consistency"] and (folder / "samples.png").is_file()
+
+
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
     """A tiny random Mask2Former."""

@@ -206,6 +206,9 @@ def test_a_run_is_compared_with_its_model_before_training(tmp_path, capsys):
         (["--suite", "shapes", "worlds/shapes/nft", "--stage", "score"], "has no samples. Make them with"),
         (["--suite", "shapes", "worlds/shapes/nft", "suite.colour=red"], "has no suite.colour to change"),
         (["--suite", "shapes", "worlds/shapes/nft", "suite.samples_per_prompt=0"], "at least one sample per prompt"),
+        (["--suite", "shapes", "worlds/shapes/nft", "suite.scorers.shape.x=1"], "no scorer 'shape', only shapes"),
+        (["--suite", "shapes", "worlds/shapes/nft", "suite.scorers.shapes=1"], "a scorer is {_target_: CLASS"),
+        (["--suite", "shapes", "worlds/shapes/nft", "suite.template=x"], "has no {prompt}"),
         (["--suite", "shapes", "worlds/shapes/nft", "suite.prompts=absent.txt"], "no prompt file absent.txt"),
     ],
 )

@@ -90,7 +90,7 @@ def changed_suite(suite: Suite, words: Sequence[str]) -> tuple[Suite, list[str]]
     for word in words:
         key, _, text = word.removeprefix(PREFIX).partition("=")
         head, *rest = key.split(".")
-        if head not in allowed or (len(rest) > 1) != (head == "scorers"):
+        if head not in allowed or bool(rest) != (head == "scorers"):
             keys = ", ".join(f"{PREFIX}{each}" for each in (*allowed[:3], "scorers.NAME.KEYWORD"))
             raise ConfigError(f"{word}: a suite has no {PREFIX}{key} to change. There are: {keys}.")
         value = yaml.safe_load(text)
@@ -100,6 +100,8 @@ def changed_suite(suite: Suite, words: Sequence[str]) -> tuple[Suite, list[str]]
             )
         if rest and rest[0] not in suite.scorers:
             raise ConfigError(f"{word}: suite {suite.name} has no scorer {rest[0]!r}, only {', '.join(suite.scorers)}.")
+        if len(rest) == 1 and not (isinstance(value, dict) and "_target_" in value):
+            raise ConfigError(f"{word}: a scorer is {{_target_: CLASS, KEYWORD: VALUE, ...}}; or change one keyword.")
         value = _with(suite.scorers, rest, value) if rest else text if head in ("prompts", "template") else value
         suite = dataclasses.replace(suite, **{head: value})
     return suite, list(words)

@@ -29,6 +29,8 @@ Document = dict[str, Any]  # Any: JSON values
 def document(suite: Suite, model: Mapping[str, Any], judged: Sequence[Judged], changes: Sequence[str]) -> Document:
     """The results of a model. changes: what differs from the suite as it is in the catalogue, in words."""
     failed = [each for each in judged if not each.scores]
+    values = {metric.name: _values(suite, metric, judged) for metric in suite.metrics}
+    metrics = {metric.name: metric for metric in suite.metrics if values[metric.name]["all"]}
     return {
         "version": VERSION,
         "suite": {"name": suite.name, "version": suite.version, "source": suite.source}
@@ -39,8 +41,8 @@ def document(suite: Suite, model: Mapping[str, Any], judged: Sequence[Judged], c
         "num_samples": len(judged),
         "num_failed": len(failed),
         "first_error": failed[0].error if failed else None,
-        "metrics": {metric.name: _of_metric(suite, metric, judged) for metric in suite.metrics},
-        "values": {metric.name: _values(suite, metric, judged) for metric in suite.metrics},
+        "metrics": {name: _of_metric(suite, metric, values[name]) for name, metric in metrics.items()},
+        "values": {name: values[name] for name in metrics},
     }
 
 
@@ -51,8 +53,8 @@ def _unlike_published(suite: Suite, judged: Sequence[Judged]) -> list[str]:
     return [f"{num} prompts; the published benchmark has {suite.published_prompts}, so numbers cannot be compared"]
 
 
-def _of_metric(suite: Suite, metric: Metric, judged: Sequence[Judged]) -> Document:
-    values = _values(suite, metric, judged)
+def _of_metric(suite: Suite, metric: Metric, values: Mapping[str, Any]) -> Document:
+    """values: of `_values`, at least one."""
     parts = {name: estimate(metric, list(own.values())) for name, own in values["categories"].items()}
     if suite.overall == "categories":
         overall = combined(parts, suite.weights)

@@ -19,6 +19,7 @@ from unirl.tracking.gallery import results
 from unirl.tracking.sample_files import read_samples
 from unirl.types.errors import ConfigError, RewardError
 from unirl.types.media import ImageLists, Images, Primitive, Texts, Videos
+from unirl.types.protocols.closing import Closeable
 from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.samples import Image, SampleRecord, Text, Video
@@ -55,9 +56,14 @@ def score(
         for scorer in scorers:
             if isinstance(scorer, LocalScorer):
                 scorer.move_to(device)
-        for number in missing:
-            _score_part(scorers, read_samples(part_file(samples, number)), part_file(folder, number))
-            logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
+        try:
+            for number in missing:
+                _score_part(scorers, read_samples(part_file(samples, number)), part_file(folder, number))
+                logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
+        finally:
+            for scorer in scorers:
+                if isinstance(scorer, Closeable):
+                    scorer.close()
     judged = read_judged(suite, samples, folder, num_parts)
     if not any(each.scores for each in judged):
         reason = next((each.error for each in judged), "there are none")

@@ -113,13 +113,19 @@ class Suite:
         return Path(self.prompts).expanduser()
 
     def rows(self) -> list[PromptRow]:
-        """The prompts, in file order. Raises ConfigError if their file is absent, with the command that makes it."""
+        """The prompts that a metric counts, in file order. Raises ConfigError if their file is absent, with the command
+        that makes it, and if there are none."""
         path = self.prompt_file
         if not path.exists():
             command = command_for(path)
             how = f"Make it with: {command}" if command else "Give another file with suite.prompts=FILE"
             raise ConfigError(f"suite {self.name}: no prompt file {path}. {how}.")
         rows = read_rows(path)
+        wanted = {metric.only for metric in self.metrics}
+        if None not in wanted:
+            rows = [row for row in rows if wanted & set(row.metadata.get(self.only_key, ()))]
+        if not rows:
+            raise ConfigError(f"suite {self.name}: no row of {path} lists one of {', '.join(map(str, wanted))}.")
         if "{prompt}" not in self.template:
             raise ConfigError(f"suite.template = {self.template!r} has no {{prompt}}. Say where the prompt goes.")
         return [replace(row, prompt=self.template.replace("{prompt}", row.prompt)) for row in rows]

@@ -38,7 +38,6 @@ VBENCH = Suite(
     makes="video",
     prompts=prepared("vbench"),
     samples_per_prompt=5,
-    published_prompts=946,
     scorers={
         "frames": {
             "_target_": "unirl.reward.local.video.frames.FrameScorer",
@@ -55,7 +54,7 @@ VBENCH = Suite(
         Metric("frames/consistency", is_fraction=False, only=FLICKERING),
     ),
     only_key="dimensions",
-    limits=f"no scorer here for {', '.join(MISSING)}: run VBench itself on the videos of samples/",
+    limits=f"no scorer here for {', '.join(MISSING)}, and no filter of moving videos for {FLICKERING}: see VBench",
     publish=_results,
     source="VBench (arXiv 2311.17982), github.com/Vchitect/VBench",
 )
