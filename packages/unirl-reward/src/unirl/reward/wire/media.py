@@ -202,8 +202,10 @@ def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
             f"{where} is no animated PNG, GIF or WebP, and reading other videos needs PyAV on the server. Install it "
             "there with: pip install 'unirl-reward[video]', or send an animated PNG"
         ) from error
+    # PyAV refused containers whose metadata is no UTF-8 unless told otherwise, until 19, which has no such option.
+    lenient = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
     try:
-        with av.open(io.BytesIO(data), metadata_errors="ignore") as container:
+        with av.open(io.BytesIO(data), **lenient) as container:
             if not container.streams.video:
                 raise DataError(f"{where} holds no video stream")
             stream = container.streams.video[0]
