@@ -16,6 +16,8 @@ from .workspace import ENGINES, ROOT, Distribution, ReleaseError
 
 WHEEL, SDIST = "-py3-none-any.whl", ".tar.gz"
 TWINE = "twine>=6.1"  # the first that reads metadata 2.4
+TESTED = frozenset({"unirl-types", "unirl-sde", "unirl-reward"})
+"""Libraries whose tests need nothing of the repository but their folder, README and the settings of all tests."""
 OVERRIDDEN = "uv.toml"
 """Metadata of others that the workspace corrects ([[tool.uv.dependency-metadata]]), for the environments as well."""
 
@@ -108,6 +110,21 @@ def try_out(
         if needs.split("[")[1].rstrip("]") not in ENGINES:
             findings.failures.append(f"import {module} asks for {needs}, with which it was tried")
     return findings
+
+
+def run_tests(
+    places: Environments, wheel: Distribution, version: str, findings: Findings, say: Callable[[str], None]
+) -> None:
+    """The quick tests of a package on what try_out has installed."""
+    start = time.monotonic()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    markers = [marker.split(":")[0] for marker in settings["markers"]]
+    try:
+        last = places.test(wheel, places.folder / f"{wheel.name}-{version}", markers)
+        say(f"  {version} {wheel.name}: {last}, {since(start)}")
+    except ReleaseError as error:
+        say(f"  {version} {wheel.name}: its tests FAILED")
+        findings.failures.append(f"{wheel.name}: tests: {error}")
 
 
 def run_programs(places: Environments, wheel: Distribution, place: Path) -> None:

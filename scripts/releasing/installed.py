@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from .workspace import ROOT, Distribution, ReleaseError
+from .workspace import ENGINES, ROOT, Distribution, ReleaseError
 
 INSTALL = re.compile(r"pip install '(?P<name>[\w-]+)\[(?P<extra>[\w-]+)\]'")
 """How a module says which extra it needs."""
@@ -121,11 +121,12 @@ class Environments:
             raise ReleaseError(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n" + "\n".join(said))
         return done.stdout
 
-    def constraints(self, name: str, extras: Sequence[str]) -> list[str]:
-        """Options that hold everything else to the versions of uv.lock."""
+    def constraints(self, name: str, extras: Sequence[str], *, with_dev: bool = False) -> list[str]:
+        """Options that hold everything else, and with `with_dev` what tests need, to the versions of uv.lock."""
         if self.is_newest:
             return []
-        command = ["uv", "export", "-q", "--locked", "--no-dev", "--no-hashes", "--no-header", "--no-annotate"]
+        command = ["uv", "export", "-q", "--locked", "--no-hashes", "--no-header", "--no-annotate"]
+        command += ["--no-dev"] * (not with_dev)
         command += ["--no-emit-workspace", "--package", name, *(f"--extra={extra}" for extra in extras)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode != 0:
@@ -165,6 +166,28 @@ class Environments:
         empty = self.folder / "empty"
         empty.mkdir(exist_ok=True)
         return json.loads(self.run([str(python), str(self.folder / "probe.py"), *words], empty).splitlines()[-1])
+
+    def test(self, wheel: Distribution, place: Path, markers: Sequence[str]) -> str:
+        """Run the quick tests of a package, copied here, on what is installed. Returns the last line of pytest.
+
+        markers: those that the tests may carry. Raises ReleaseError if a test fails.
+        """
+        copied = self.folder / f"tests-{wheel.name}"
+        shutil.rmtree(copied, ignore_errors=True)
+        shutil.copytree(wheel.folder / "tests", copied / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(wheel.folder / "README.md", copied)
+        shutil.copy(ROOT / "conftest.py", copied)
+        (copied / "pytest.ini").write_text(
+            "[pytest]\naddopts = --import-mode=importlib\nmarkers =\n" + "".join(f"  {each}\n" for each in markers)
+        )
+        python = place / "bin" / "python"
+        needed = wheel.groups.get("dev", [])
+        extras = [extra for extra in wheel.extras if extra not in ENGINES]
+        options = self.constraints(wheel.name, extras, with_dev=True)
+        self.run(["uv", "pip", "install", "--quiet", "--python", str(python), *options, *needed])
+        chosen = "not slow and not ray and not matrix and not gpu"
+        said = self.run([str(python), "-m", "pytest", "-q", "tests", "-m", chosen], copied, timeout_s=3600)
+        return next(line for line in reversed(said.splitlines()) if " passed" in line)
 
     @contextmanager
     def serving(self, name: str, place: Path, *, timeout_s: float = 120) -> Generator[bool]:

@@ -26,6 +26,8 @@ class Distribution:
 
     folder: Path
     project: dict[str, Any]  # Any: a table of TOML
+    groups: dict[str, list[str]]
+    """What development needs besides."""
 
     @property
     def name(self) -> str:
@@ -55,8 +57,9 @@ class Distribution:
 def distributions(root: Path = ROOT) -> list[Distribution]:
     """All of them, what is needed by others first. Raises ReleaseError if they need one another in a circle."""
     found = [
-        Distribution(path.parent, tomllib.loads(path.read_text(encoding="utf-8"))["project"])
+        Distribution(path.parent, content["project"], content.get("dependency-groups", {}))
         for path in sorted([*root.glob("packages/*/pyproject.toml"), *root.glob("apps/*/pyproject.toml")])
+        for content in [tomllib.loads(path.read_text(encoding="utf-8"))]
     ]
     names = {each.name for each in found}
     ordered: list[Distribution] = []
