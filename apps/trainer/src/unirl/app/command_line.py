@@ -167,7 +167,9 @@ def _refuse_misspelt_verb(words: list[str]) -> None:
     """Raises ConfigError if the first word is neither a verb nor a recipe, but nearly a verb."""
     if not words or words[0] in VERBS or _is_override(words[0]) or Path(words[0]).exists():
         return
-    near = difflib.get_close_matches(words[0], VERBS, n=1)
+    near = difflib.get_close_matches(words[0], (*VERBS, "train"), n=1)
+    if near == ["train"]:
+        near = ["run (or leave it out)"]
     if near and words[0] not in (name.rsplit("/", 1)[-1] for name in available()):
         raise ConfigError(f"unknown verb {words[0]!r}. Did you mean {near[0]}? The verbs: {', '.join(VERBS)}.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from unirl.app.command_line import Command, parse
 from unirl.types.errors import UniRLError
@@ -107,10 +107,18 @@ def _list(what: str) -> None:
 
         known = levels()
         _write_table(
-            [("recipe", "known", "what it is"), *((n, " ".join(known[n]), text) for n, text in available().items())]
+            [
+                ("recipe", "known", "what it is"),
+                *((n, " ".join(known[n]), text) for n, text in _worlds_first(available())),
+            ]
         )
         sys.stdout.write("\nknown:\n")
         _write_table([(f"  {level}", text) for level, text in LEVELS.items()])
+
+
+def _worlds_first(recipes: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The recipes that every machine can train, then the others."""
+    return sorted(recipes.items(), key=lambda item: (not item[0].startswith("worlds/"), item[0]))
 
 
 def _write_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -67,7 +67,8 @@ def evaluation_table(before: Summary | None, after: Summary | None, preferred: s
     """
     present = [record for record in (before, after) if record]
     metrics = _distinct_metrics(present[-1], preferred) if present else []
-    table = Table(title="held-out evaluation", title_justify="left")
+    since = "" if after or not before else " before training; there was none since"
+    table = Table(title=f"held-out evaluation{since}", title_justify="left")
     table.add_column("category")
     for metric in metrics:
         for record, word in ((before, "before"), (after, "after")):

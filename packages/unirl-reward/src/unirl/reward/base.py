@@ -288,7 +288,8 @@ class LocalScorer(ABC):
             if value.shape != (num_samples,):
                 raise ContractError(
                     f"scorer {self.name} returned {key} of shape {tuple(value.shape)} for {num_samples} samples; "
-                    f"expected ({num_samples},)"
+                    f"expected ({num_samples},). Return one number per sample: of images, say, reduce the other "
+                    "dimensions by values.mean(dim=(1, 2, 3))."
                 )
         return dict(found)
 

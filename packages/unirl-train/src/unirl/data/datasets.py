@@ -12,6 +12,7 @@ A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 import re
@@ -98,7 +99,9 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
         present = [key for key in QUESTION_KEYS if value.get(key) is not None]
     if len(present) != 1:
         found = "both `prompt` and `caption`" if present else f"neither `prompt` nor `caption` among {sorted(value)}"
-        raise DataError(f"{where}: the row has {found}; give exactly one.")
+        near = [key for key in (*TEXT_KEYS, *QUESTION_KEYS) if difflib.get_close_matches(key, map(str, value), n=1)]
+        hint = f" Did you mean {near[0]}?" if near and not present else ""
+        raise DataError(f"{where}: the row has {found}; give exactly one.{hint}")
     prompt = value[present[0]]
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{where}: {present[0]} = {prompt!r} must be a non-empty string.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.libraries import library_of
 from unirl.tracking.tables import columns, numbered
 from unirl.tracking.wandb import run_id
 
@@ -32,10 +32,7 @@ class MlflowTracker:
     """
 
     def __init__(self, experiment: str = "unirl", name: str | None = None, tracking_uri: str | None = None) -> None:
-        try:
-            self._mlflow: Any = importlib.import_module("mlflow")  # Any: an optional module
-        except ImportError as error:
-            raise ImportError("MLflow is not installed: pip install 'unirl-train[mlflow]'") from error
+        self._mlflow: Any = library_of("unirl.tracking.mlflow.MlflowTracker")  # Any: an optional module
         self._experiment, self._name, self._uri = experiment, name, tracking_uri
         self._client: Any = None  # Any: MLflow's client
         self._run = ""

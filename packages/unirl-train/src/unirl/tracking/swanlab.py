@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.libraries import library_of
 from unirl.tracking.tables import markdown, numbered
 from unirl.tracking.video import as_gif
 from unirl.tracking.wandb import run_id
@@ -31,10 +31,7 @@ class SwanLabTracker:
         name: str | None = None,
         mode: str | None = None,
     ) -> None:
-        try:
-            self._swanlab: Any = importlib.import_module("swanlab")  # Any: an optional module
-        except ImportError as error:
-            raise ImportError("swanlab is not installed: pip install 'unirl-train[swanlab]'") from error
+        self._swanlab: Any = library_of("unirl.tracking.swanlab.SwanLabTracker")  # Any: an optional module
         self._options = {"project": project, "workspace": workspace, "mode": mode}
         self._name = name
         self._run: Any = None  # Any: SwanLab's run

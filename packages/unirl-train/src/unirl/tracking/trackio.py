@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.libraries import library_of
 from unirl.tracking.tables import columns, numbered
 
 
@@ -21,10 +21,7 @@ class TrackioTracker:
     """
 
     def __init__(self, project: str = "unirl", name: str | None = None, space_id: str | None = None) -> None:
-        try:
-            self._trackio: Any = importlib.import_module("trackio")  # Any: an optional module
-        except ImportError as error:
-            raise ImportError("trackio is not installed: pip install 'unirl-train[trackio]'") from error
+        self._trackio: Any = library_of("unirl.tracking.trackio.TrackioTracker")  # Any: an optional module
         self._project, self._name, self._space = project, name, space_id
         self._run: Any = None  # Any: trackio's run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.libraries import library_of
 from unirl.tracking.tables import columns, numbered
 
 
@@ -34,10 +34,7 @@ class WandbTracker:
         tags: list[str] | None = None,
         mode: str | None = None,
     ) -> None:
-        try:
-            self._wandb: Any = importlib.import_module("wandb")  # Any: an optional module
-        except ImportError as error:
-            raise ImportError("wandb is not installed: pip install 'unirl-train[wandb]'") from error
+        self._wandb: Any = library_of("unirl.tracking.wandb.WandbTracker")  # Any: an optional module
         self._options = {"project": project, "entity": entity, "tags": tags, "mode": mode}
         self._name = name
         self._run: Any = None  # Any: wandb's run

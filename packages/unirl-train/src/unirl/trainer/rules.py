@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
+from unirl.tracking.libraries import LIBRARIES, how_to_get
 from unirl.train.backend.rules import topology_problem
 from unirl.types.recipe import TARGET, Machine, Messages, Stage
 
@@ -197,6 +199,14 @@ def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
         yield f"run_dir = {run_dir} cannot be written: {place} is not a writable folder. Set run_dir elsewhere."
 
 
+def trackers_have_their_libraries(run: ComposedRun, machine: Machine) -> Messages:
+    """The libraries of the trackers that are switched on are installed."""
+    for name, node in (run.resolved.get("trackers") or {}).items():
+        known = LIBRARIES.get(node.get(TARGET)) if node and node.get("enabled", True) else None
+        if known is not None and importlib.util.find_spec(known[0]) is None:
+            yield f"trackers.{name}: {how_to_get(*known)}."
+
+
 RULES = (
     cpu_seconds_are_of_one_process,
     geometry_divides,
@@ -207,4 +217,4 @@ RULES = (
     one_policy_names_one,
     best_metric_has_its_scorer,
 )
-MACHINE_RULES = (run_dir_writable,)
+MACHINE_RULES = (run_dir_writable, trackers_have_their_libraries)
