@@ -27,8 +27,9 @@ GUIDES = [
     for page in [DOCS.parent / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "guides").glob("*.md"))]
     # Trains for minutes; test_compare.py runs a small comparison. A rehearsal needs a process that has trained nothing;
     # apps/trainer/tests/test_rehearse.py starts one.
-    # VeOmni is an extra; its tests compare the curves.
-    if page.stem not in ("compare", "large_models", "veomni")
+    # VeOmni is an extra; its tests compare the curves. A suite samples for a minute; test_suites.py runs smaller ones.
+    # A viewer serves until it is interrupted; test_viewer.py asks it.
+    if page.stem not in ("compare", "large_models", "suites", "veomni", "viewer")
 ]
 BLOCK = re.compile(r"^```(?P<language>\w*)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"[A-Z_]+=")
