@@ -10,17 +10,43 @@ from unirl.types.roles import Collect, Dispatch, distributed
 
 
 class DyingEngine(ReplicaRolloutEngine):
-    """Dies once at the beginning of each rollout of `UNIRL_TEST_DIES_AT` (numbers with commas), and leaves a file then.
+    """Dies once at the beginning of each rollout of `dies_at` (numbers with commas), and leaves a file in `marks` then.
 
-    With `UNIRL_TEST_KILLS` its process is killed; else WorkerError is raised, as at the death of a child process.
+    kills: its process is killed; otherwise WorkerError is raised, as at the death of a child process. All three are
+    keywords, since the processes of a Ray that runs already have the environment from its start.
     """
+
+    def __init__(
+        self,
+        pipeline,
+        policies=None,
+        *,
+        bundle,
+        forward_batch_size,
+        dtype="bf16",
+        device="cpu",
+        rank=0,
+        dies_at="",
+        marks="",
+        kills=False,
+    ):
+        super().__init__(
+            pipeline,
+            policies,
+            bundle=bundle,
+            forward_batch_size=forward_batch_size,
+            dtype=dtype,
+            device=device,
+            rank=rank,
+        )
+        self._dies_at, self._marks, self._kills = dies_at.split(","), Path(marks), kills
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req, policy=None):
-        mark = Path(os.environ["UNIRL_TEST_MARKS"]) / str(req.rollout_id)
-        if str(req.rollout_id) in os.environ["UNIRL_TEST_DIES_AT"].split(",") and not mark.exists():
+        mark = self._marks / str(req.rollout_id)
+        if str(req.rollout_id) in self._dies_at and not mark.exists():
             mark.touch()
-            if os.environ.get("UNIRL_TEST_KILLS"):
+            if self._kills:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise WorkerError("engine", "it died")
         return super().generate(req, policy)

@@ -18,16 +18,15 @@ AHEAD = ["schedule.kind=async", "schedule.max_staleness=0"]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """run(name, dies_at, *words) -> the metrics of training by step."""
     register_resolvers()
     (tmp_path / "marks").mkdir()
-    monkeypatch.setenv("UNIRL_TEST_MARKS", str(tmp_path / "marks"))
 
-    def started(name, dies_at, *words):
-        monkeypatch.setenv("UNIRL_TEST_DIES_AT", dies_at)
+    def started(name, dies_at, *words, kills=False):
         recipe = resolve(compose("worlds/shapes/replica", [*SMALL, "num_rollouts=4", *words]))
-        recipe["engine"]["_target_"] = "dying.DyingEngine"
+        dying = {"_target_": "dying.DyingEngine", "dies_at": dies_at, "marks": str(tmp_path / "marks"), "kills": kills}
+        recipe["engine"] |= dying
         check_recipe(recipe)
         run_dir = tmp_path / name
         run_dir.mkdir(exist_ok=True)
@@ -55,8 +54,7 @@ def test_more_deaths_than_restarts_end_the_run_and_what_is_finished_is_kept(run,
 
 
 @pytest.mark.matrix
-def test_a_killed_process_of_an_even_pool_is_restarted_with_the_others(run, monkeypatch):
-    monkeypatch.setenv("UNIRL_TEST_KILLS", "1")
+def test_a_killed_process_of_an_even_pool_is_restarted_with_the_others(run):
     words = ["runtime=ray", "num_devices=2", "parts/layout=separate_halves"]
     expected = run("whole", "", *words)
-    assert run("killed", "2", "max_restarts=1", *words) == expected
+    assert run("killed", "2", "max_restarts=1", *words, kills=True) == expected
