@@ -31,10 +31,10 @@ class JsonlTracker:
         """Open the file; keep its lines up to `step` when resuming, none for a new run."""
         self._alerts = run_dir / ALERTS
         if self._alerts.exists():
-            known = _lines_up_to(self._alerts, step) if config.get("resume") is not None else []
+            known = lines_up_to(self._alerts, step) if config.get("resume") is not None else []
             self._alerts.write_text("".join(f"{line}\n" for line in known), encoding="utf-8")
         path = run_dir / self._file_name
-        kept = _lines_up_to(path, step) if config.get("resume") is not None and path.exists() else []
+        kept = lines_up_to(path, step) if config.get("resume") is not None and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(f"{line}\n" for line in kept)
         self._file.flush()
@@ -82,7 +82,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in _whole_lines(path)]
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
+def lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of a file of steps that a run resumed after `step` keeps; one that was cut short is left out."""
     return [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
 
 

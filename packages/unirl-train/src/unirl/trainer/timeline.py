@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unirl.distributed.spans import Span
+from unirl.tracking.jsonl import lines_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ class Timeline:
         if step is None:
             self._path.unlink(missing_ok=True)
         elif self._path.exists():
-            lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
-            self._replace([line for line in lines if json.loads(line)["step"] <= step])
+            self._replace(lines_up_to(self._path, step))
 
     def write(self, spans: Sequence[Span], step: int) -> None:
         """Append the spans that ended before the metrics of `step` were logged."""
