@@ -12,13 +12,15 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.tracking.libraries import library_of
-from unirl.tracking.tables import columns, numbered
+from unirl.tracking.tables import cells, columns, numbered
 from unirl.tracking.wandb import run_id
 
 RUN_TAG = "unirl.run"
 """Tag by which a resumed run finds itself."""
 MAX_BATCH = 1000
 """Metrics that MLflow takes in one request."""
+MAX_PARAMETERS = 100
+"""Parameters that MLflow takes in one request."""
 MAX_PARAMETER = 6000
 """Characters of a parameter that MLflow keeps."""
 
@@ -50,8 +52,9 @@ class MlflowTracker:
         else:
             name = self._name or f"{config['recipe']} {run_dir.name}"
             self._run = self._client.create_run(experiment, run_name=name, tags={RUN_TAG: tag}).info.run_id
-            for key, value in _flat(config):
-                self._client.log_param(self._run, key, str(value)[:MAX_PARAMETER])
+            parameters = [self._mlflow.entities.Param(key, str(value)[:MAX_PARAMETER]) for key, value in _flat(config)]
+            for start in range(0, len(parameters), MAX_PARAMETERS):
+                self._client.log_batch(self._run, params=parameters[start : start + MAX_PARAMETERS])
         self._client.log_dict(self._run, dict(config), "config.yaml")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -81,9 +84,8 @@ class MlflowTracker:
 
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table as an artifact."""
-        table = {column: [row.get(column, "") for row in rows] for column in columns(rows)}
-        names = list(table)
-        data = {"columns": names, "data": [list(values) for values in zip(*table.values(), strict=True)]}
+        names = columns(rows)
+        data = {"columns": names, "data": cells(rows, names)}
         self._client.log_dict(self._run, data, f"samples/{name}-{step:06d}.json")
 
     def alert(self, name: str, text: str, step: int) -> None:

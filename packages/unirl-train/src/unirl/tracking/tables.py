@@ -15,6 +15,11 @@ def columns(rows: Sequence[TableRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
+def cells(rows: Sequence[TableRow], names: Sequence[str], absent: str | None = "") -> list[list[str | float | None]]:
+    """The rows as lists of the named columns. absent: the cell of a row without a column."""
+    return [[row.get(name, absent) for name in names] for row in rows]
+
+
 def shown(value: str | float, limit: int) -> str:
     """A cell: numbers with four digits, texts on one line and cut in the middle, where a completion says least."""
     text = f"{value:.4g}" if isinstance(value, float) else " ".join(str(value).split())

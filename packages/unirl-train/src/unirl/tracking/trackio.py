@@ -10,7 +10,7 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.tracking.libraries import library_of
-from unirl.tracking.tables import columns, numbered
+from unirl.tracking.tables import cells, columns, numbered
 
 
 class TrackioTracker:
@@ -63,8 +63,7 @@ class TrackioTracker:
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table, on the axis of its step."""
         names = columns(rows)
-        data = [[row.get(column, "") for column in names] for row in rows]
-        self._run.log({f"samples/{name}": self._trackio.Table(columns=names, data=data)}, step=step)
+        self._run.log({f"samples/{name}": self._trackio.Table(columns=names, data=cells(rows, names))}, step=step)
 
     def alert(self, name: str, text: str, step: int) -> None:
         """An alert of the run."""

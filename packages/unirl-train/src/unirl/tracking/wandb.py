@@ -11,7 +11,7 @@ from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
 from unirl.tracking.libraries import library_of
-from unirl.tracking.tables import columns, numbered
+from unirl.tracking.tables import cells, columns, numbered
 
 
 def run_id(run_dir: Path) -> str:
@@ -68,7 +68,7 @@ class WandbTracker:
     def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
         """One table, on the axis of its step."""
         names = columns(rows)
-        data = [[row.get(name) for name in names] for row in rows]
+        data = cells(rows, names, absent=None)
         self._run.log({f"samples/{name}": self._wandb.Table(columns=names, data=data)}, step=step)
 
     def alert(self, name: str, text: str, step: int) -> None:

@@ -203,8 +203,8 @@ def trackers_have_their_libraries(run: ComposedRun, machine: Machine) -> Message
     """The libraries of the trackers that are switched on are installed."""
     for name, node in (run.resolved.get("trackers") or {}).items():
         known = LIBRARIES.get(node.get(TARGET)) if node and node.get("enabled", True) else None
-        if known is not None and importlib.util.find_spec(known[0]) is None:
-            yield f"trackers.{name}: {how_to_get(*known)}."
+        if known is not None and importlib.util.find_spec(known) is None:
+            yield f"trackers.{name}: {how_to_get(known)}."
 
 
 RULES = (
