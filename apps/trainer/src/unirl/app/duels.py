@@ -134,11 +134,11 @@ def draw_most_different(
     from unirl.tracking.media import grid
 
     images, labels = [], []
-    folders = {name: next(iter(output.glob(f"{name}/seed{seeds[0]}"))) for name in names}
     for key in samples:
         for name, lines in zip(names, of_seed, strict=True):
             line = lines[key]
-            image = Image.open(folders[name] / "samples" / line["media"]["file"]).convert("RGB")
+            folder = output / name / f"seed{seeds[0]}" / "samples"
+            image = Image.open(folder / line["media"]["file"]).convert("RGB")
             images.append(torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255)
             labels.append(f"{line['prompt']}: {name.rsplit('/', 1)[-1]} {line['scores'][metric]:.3g}")
     if len({image.shape for image in images}) == 1:
