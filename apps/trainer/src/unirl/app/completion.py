@@ -28,12 +28,12 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 def words(prefix: str, parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
     """Words that may follow: verbs first, then what the verb takes, recipes and their parts."""
-    from unirl.app.command_line import VERBS
+    from unirl.app.command_line import LISTS, VERBS
     from unirl.app.without_recipe import DATA_ACTIONS, KINDS, SHELLS
 
     typed = list(parsed_args.words or ())
     verb = typed[0] if typed and typed[0] in VERBS else None
-    fixed = {"data": DATA_ACTIONS, "init": tuple(KINDS), "completion": SHELLS, "list": ("recipes", "rewards")}
+    fixed = {"data": DATA_ACTIONS, "init": tuple(KINDS), "completion": SHELLS, "list": LISTS}
     if verb in fixed:
         if len(typed) == 1:
             yield from fixed[verb]

@@ -81,7 +81,7 @@ class Cost:
 
 
 def profile_recipe(run: ComposedRun, folder: Path, *, warmup: int = 1) -> list[Cost]:
-    """Run `warmup` steps and one more under the profiler; writes the trace and the summary into `folder`.
+    """Run `warmup` steps and one more under the profiler; writes the trace and the summary into `folder`, which exists.
 
     Returns the largest costs. Raises ConfigError for what `bench` does not measure either.
     """
@@ -98,7 +98,6 @@ def profile_recipe(run: ComposedRun, folder: Path, *, warmup: int = 1) -> list[C
         clock.observer = _marked
         with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
             trainer.step(warmup)
-    folder.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(folder / TRACE))
     _draw_memory(folder / TRACE)
     costs = largest_costs(profiled.events() or [], on_device=len(activities) > 1)

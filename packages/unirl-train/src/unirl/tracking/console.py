@@ -45,12 +45,13 @@ def sparkline(values: list[float], width: int = SPARKLINE_WIDTH, *, blocks: str 
 
 def folded(head: str, parts: Sequence[str], width: int) -> str:
     """Parts two spaces apart on lines of at most `width` characters, each after the head or below what follows it."""
-    lines = [head]
+    rows: list[list[str]] = [[]]
     for part in parts:
-        if lines[-1].strip() and lines[-1] != head and len(lines[-1]) + 2 + len(part) > width:
-            lines.append(" " * len(head))
-        lines[-1] += part if not lines[-1].strip() or lines[-1] == head else f"  {part}"
-    return "\n".join(lines)
+        if rows[-1] and len(head) + len("  ".join([*rows[-1], part])) > width:
+            rows.append([])
+        rows[-1].append(part)
+    starts = [head, *[" " * len(head)] * (len(rows) - 1)]
+    return "\n".join(start + "  ".join(row) for start, row in zip(starts, rows, strict=True))
 
 
 def scorer_weights(reward: Config) -> dict[str, float]:
