@@ -19,7 +19,7 @@ from unirl.app.recipe import checked, composed, trusts
 from unirl.app.run_directory import CHECKPOINTS, CONFIG_FILE, has_checkpoint, make_folder
 from unirl.config.runs import ComposedRun
 from unirl.suites.catalog import chosen_suite
-from unirl.suites.generating import SETTINGS, generate, plan_samples
+from unirl.suites.generating import SETTINGS, generate, plan_samples, write_whole
 from unirl.suites.pages import (
     comparison_page,
     pairs_to_show,
@@ -201,13 +201,13 @@ def _evaluated(suite: Suite, model: Model, root: Path, changes: Sequence[str], s
     judged = score(suite, samples, scores, parts_of(samples), scorers, model.run.device)
     found = document(suite, model.described, judged, changes)
     for name, text in (suite.publish(judged) if suite.publish is not None else {}).items():
-        _write(folder / name, text)
+        write_whole(folder / name, text)
     shown = samples_to_show(judged)
     picture = sheet_of(shown, samples, suite.metrics[0].name)
     if picture is not None:
         picture.save(folder / "samples.png")
-    _write(folder / "results.md", results_page(found, "samples.png" if picture else None, shown))
-    _write(folder / RESULTS, json.dumps(found, indent=1) + "\n")
+    write_whole(folder / "results.md", results_page(found, "samples.png" if picture else None, shown))
+    write_whole(folder / RESULTS, json.dumps(found, indent=1) + "\n")
     return folder
 
 
@@ -233,8 +233,8 @@ def _compare(suite: Suite, other: Path, folder: Path) -> None:
     picture = sheet_of_pairs(pairs, other / "samples", folder / "samples", suite.metrics[0].name)
     if picture is not None:
         picture.save(folder / "comparison.png")
-    _write(folder / "comparison.md", comparison_page(found, "comparison.png" if picture else None, pairs))
-    _write(folder / "comparison.json", json.dumps(found, indent=1) + "\n")
+    write_whole(folder / "comparison.md", comparison_page(found, "comparison.png" if picture else None, pairs))
+    write_whole(folder / "comparison.json", json.dumps(found, indent=1) + "\n")
     Console().print(Markdown((folder / "comparison.md").read_text(encoding="utf-8").partition("![")[0]))
 
 
@@ -244,12 +244,6 @@ def _judged(suite: Suite, folder: Path) -> list[Judged]:
     if not (samples / SETTINGS).is_file() or missing_scores(scores, parts_of(samples)):
         return []
     return read_judged(suite, samples, scores, parts_of(samples))
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _digest(content: Any) -> str:  # Any: a recipe's values

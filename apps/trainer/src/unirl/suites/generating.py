@@ -137,8 +137,13 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:  # Any: JSON value
                 "--output, or remove this one."
             )
         return
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(settings, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole."""
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

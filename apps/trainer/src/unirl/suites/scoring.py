@@ -13,7 +13,7 @@ import torch
 
 from unirl.config.instantiation import instantiate_at
 from unirl.reward.base import LocalScorer
-from unirl.suites.generating import SETTINGS, claim, part_file
+from unirl.suites.generating import SETTINGS, claim, part_file, write_whole
 from unirl.suites.suite import Judged, Suite
 from unirl.tracking.gallery import results
 from unirl.tracking.sample_files import read_samples
@@ -130,10 +130,7 @@ def _score_part(scorers: Sequence[Scorer], records: Sequence[SampleRecord], file
         if isinstance(scorer, KeepsDetails):
             for sample, details in scorer.take_details().items():
                 lines[sample]["details"] |= details
-    partial = file.with_suffix(".tmp")
-    with partial.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(lines[record.sample_id], allow_nan=False) + "\n" for record in made)
-    partial.replace(file)
+    write_whole(file, "".join(json.dumps(lines[record.sample_id], allow_nan=False) + "\n" for record in made))
 
 
 def _scored(scorer: Scorer, request: RewardRequest) -> RewardResponse:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from unirl.reward.base import LocalScorer
 from unirl.reward.card import ScorerCard
+from unirl.reward.details import DetailedScorer
 from unirl.reward.local.detection.colours import ColourClassifier
 from unirl.reward.local.detection.detectors import Detector
 from unirl.reward.local.detection.geneval_rules import ColoursOf, Detection, check_row, judged, kept
@@ -28,7 +28,7 @@ GENEVAL_NAMES = {"computer mouse": "mouse", "tv remote": "remote", "computer key
 
 
 @bounded("scorer")
-class GenEvalScorer(LocalScorer):
+class GenEvalScorer(DetailedScorer):
     """The component that `score_type` names; the other two are reported too. See `geneval_rules.Verdict`.
 
     "reward": 1 where GenEval calls the image right, else 0. "strict": 1 where also no object is too many, else 0.
@@ -38,7 +38,8 @@ class GenEvalScorer(LocalScorer):
     threshold: of a detection's score; counting_threshold: under the tag "counting". max_objects: a class.
     max_overlap: IoU from which the less sure of two objects of a class is dropped; 1 drops none.
     position_threshold: see `geneval_rules.relations`.
-    keeps_details: for `take_details`.
+    keeps_details: for `take_details`: `correct`, `reason` (a line per clause that fails) and `boxes` (label -> [x0, y0,
+        x1, y1, score] of the kept objects), as GenEval's results have them.
     names: GenEval's name -> the detector's name of a class; COCO's differ in three.
     Metadata of every sample: a row of GenEval's prompts/evaluation_metadata.jsonl (include, exclude, tag).
     Raises ConfigError for a sample whose row is missing or wrong, naming it.
@@ -74,7 +75,9 @@ class GenEvalScorer(LocalScorer):
         batch_size: PositiveInt = 8,
     ) -> None:
         weights = {each: float(each == score_type) for each in get_args(ScoreType)}
-        super().__init__(name=name, batch_size=batch_size, device=device, component_weights=weights)
+        super().__init__(
+            keeps_details=keeps_details, name=name, batch_size=batch_size, device=device, component_weights=weights
+        )
         self._detector = detector
         self._colours = colours
         self.threshold = threshold
@@ -82,8 +85,6 @@ class GenEvalScorer(LocalScorer):
         self.max_objects = max_objects
         self.max_overlap = max_overlap
         self.position_threshold = position_threshold
-        self._keeps_details = keeps_details
-        self._details: dict[str, dict[str, Any]] = {}  # Any: JSON values
         renamed = {ours: theirs for theirs, ours in (GENEVAL_NAMES if names is None else dict(names)).items()}
         self._label_of = {label: renamed.get(label, label) for label in detector.labels}
 
@@ -117,12 +118,6 @@ class GenEvalScorer(LocalScorer):
             "score": torch.tensor([verdict.score for verdict in verdicts]),
             "reward": torch.tensor([verdict.reward for verdict in verdicts]),
         }
-
-    def take_details(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
-        """By sample since the last call, with `keeps_details`: `correct`, `reason` (a line per clause that fails) and
-        `boxes` (label -> [x0, y0, x1, y1, score] of the kept objects), as GenEval's results have them."""
-        taken, self._details = self._details, {}
-        return taken
 
     def _colours_in(self, picture: Image.Image) -> ColoursOf:
         known: dict[Detection, str] = {}

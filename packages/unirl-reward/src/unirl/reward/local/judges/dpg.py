@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unirl.reward.base import LocalScorer, Scored
+from unirl.reward.base import Scored
 from unirl.reward.card import ScorerCard
+from unirl.reward.details import DetailedScorer
 from unirl.reward.local.judges.judge import Judge, JudgeError, Question, pictures_of
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -21,13 +22,13 @@ YES = 0.5
 
 
 @bounded("scorer")
-class DPGScorer(LocalScorer):
+class DPGScorer(DetailedScorer):
     """Share of a prompt's questions that are answered yes, where a question counts as no if one that it depends on is.
 
     judge: `APIJudge` or `VLMJudge`; published with mPLUG-large, so numbers by another judge are comparable with one
     another alone.
     Metadata of every sample: "questions", mappings {id, question, parents: ids of the questions that it depends on}.
-    keeps_details: for `take_details`.
+    keeps_details: for `take_details`: `answers`, of each question, before dependencies.
     Raises ConfigError for a sample without questions, naming it.
     Source: ELLA (arXiv 2403.05135), dpg_bench/compute_dpg_bench.py.
     """
@@ -52,10 +53,8 @@ class DPGScorer(LocalScorer):
         name: str = "dpg",
         batch_size: PositiveInt = 8,
     ) -> None:
-        super().__init__(name=name, batch_size=batch_size, device=device)
+        super().__init__(keeps_details=keeps_details, name=name, batch_size=batch_size, device=device)
         self._judge = judge
-        self._keeps_details = keeps_details
-        self._details: dict[str, dict[str, Any]] = {}  # Any: JSON values
 
     def modules(self) -> list[nn.Module]:
         """Those of the judge."""
@@ -86,11 +85,6 @@ class DPGScorer(LocalScorer):
             if self._keeps_details and not failed:
                 self._details[sample] = {"answers": [answers[each["id"]] for each in own]}
         return Scored(torch.tensor(values), reasons)
-
-    def take_details(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
-        """By sample since the last call, with `keeps_details`: `answers`, of each question, before dependencies."""
-        taken, self._details = self._details, {}
-        return taken
 
     def _questions(self, sample: str, row: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:  # Any: a data row
         found = (row or {}).get("questions")

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from unirl.reward.base import LocalScorer, Scored
+from unirl.reward.base import Scored
 from unirl.reward.card import ScorerCard
+from unirl.reward.details import DetailedScorer
 from unirl.reward.local.judges.judge import Judge, JudgeError, Question, pictures_of
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -24,14 +25,15 @@ FLOOR = 1e-300
 
 
 @bounded("scorer")
-class GenEval2Scorer(LocalScorer):
+class GenEval2Scorer(DetailedScorer):
     """Soft-TIFA: the mean, over the atoms of a prompt, of P(expected answer to the atom's question); 0 to 1.
 
     judge: `APIJudge` or `VLMJudge`; published with Qwen3-VL-8B-Instruct.
     mean: "gm", the geometric mean, which asks for every atom; "am", the arithmetic mean.
     Atoms are [question, answer] pairs in the sample's metadata under "vqa_list"; or, where a row has none, those of its
     prompt in `questions_file`, JSON lines with "prompt" and "vqa_list", as GenEval 2 publishes them.
-    num_frames: of a video, that the judge sees. keeps_details: for `take_details`.
+    num_frames: of a video, that the judge sees. keeps_details: for `take_details`: `atoms`, the probability of
+    each in their order.
     Raises ConfigError for a sample without atoms, naming it.
     Source: GenEval 2 (arXiv 2512.16853).
     """
@@ -59,12 +61,10 @@ class GenEval2Scorer(LocalScorer):
         name: str = "geneval2",
         batch_size: PositiveInt = 8,
     ) -> None:
-        super().__init__(name=name, batch_size=batch_size, device=device)
+        super().__init__(keeps_details=keeps_details, name=name, batch_size=batch_size, device=device)
         self._judge = judge
         self.mean: Mean = mean
         self.num_frames = num_frames
-        self._keeps_details = keeps_details
-        self._details: dict[str, dict[str, Any]] = {}  # Any: JSON values
         self._atoms_of = {} if questions_file is None else _atoms_by_prompt(questions_file, name)
 
     def modules(self) -> list[nn.Module]:
@@ -94,11 +94,6 @@ class GenEval2Scorer(LocalScorer):
                 math.nan if failed else soft_tifa([each for each in mine if isinstance(each, float)], self.mean)
             )
         return Scored(torch.tensor(values), reasons)
-
-    def take_details(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
-        """By sample since the last call, with `keeps_details`: `atoms`, the probability of each in their order."""
-        taken, self._details = self._details, {}
-        return taken
 
     def _atoms(self, sample: str, prompt: str, row: dict[str, Any] | None) -> list[tuple[str, str]]:
         found = (row or {}).get("vqa_list") or self._atoms_of.get(prompt)
