@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.app.run_directory import holds_run
+from unirl.tracking.keys import flat
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -167,14 +168,6 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple
         for key in sorted({*ours, *theirs})
         if _shown(ours, key) != _shown(theirs, key)
     ]
-
-
-def flat(node: Mapping[str, Any], place: str = "") -> Generator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{place}{key}.")
-        else:
-            yield f"{place}{key}", value
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

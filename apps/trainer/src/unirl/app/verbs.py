@@ -21,10 +21,11 @@ from unirl.app.recipe import checked, code_of_others, composed, settled, trusts
 from unirl.app.run_directory import CONFIG_FILE, LOG_FILE, claimed_run_dir, has_checkpoint, make_folder
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
-from unirl.config.check import ENABLED, build_values, check_recipe, machine_findings, unread_rules
+from unirl.config.check import build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
 from unirl.config.recipes import published, render
 from unirl.config.runs import ComposedRun, named_copy
+from unirl.config.schema import ENABLED
 from unirl.trainer.scaling import ask_for_sizes
 from unirl.types.errors import ConfigError
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unirl.app.compare_runs import flat
 from unirl.app.export_commands import exports
 from unirl.app.run_directory import CHECKPOINTS, LOG_FILE
+from unirl.tracking.keys import flat
 from unirl.viewer.run_files import ALERTS, SUMMARY, RunFolder
 
 Json = dict[str, Any]  # Any: JSON values

@@ -29,6 +29,7 @@ from unirl.config.runs import (
     run_of,
 )
 from unirl.config.schema import (
+    ENABLED,
     Component,
     NamedPolicySections,
     PolicySections,
@@ -50,8 +51,6 @@ TOP_LEVEL = (*schema.keys(schema.Recipe), *OF_POLICIES)
 """Every key that a recipe may have."""
 MACHINE_RULES = "MACHINE_RULES"
 """Optional name in a module of rules."""
-ENABLED = "enabled"
-"""Key of a tracker that switches it on or off without removing it."""
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 

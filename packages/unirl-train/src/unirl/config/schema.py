@@ -57,6 +57,8 @@ class Save:
     """Held-out mean that chooses the best checkpoint."""
 
 
+ENABLED = "enabled"
+"""Key of a tracker that switches it on or off without removing it."""
 DEFAULT_POLICY = "default"
 """Name of the policy of flat sections, and of its only pipeline."""
 DEFAULT_TRACK = "image"

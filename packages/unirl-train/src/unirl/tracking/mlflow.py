@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.keys import flat
 from unirl.tracking.libraries import library_of
 from unirl.tracking.tables import cells, columns, numbered
 from unirl.tracking.wandb import run_id
@@ -52,7 +53,11 @@ class MlflowTracker:
         else:
             name = self._name or f"{config['recipe']} {run_dir.name}"
             self._run = self._client.create_run(experiment, run_name=name, tags={RUN_TAG: tag}).info.run_id
-            parameters = [self._mlflow.entities.Param(key, str(value)[:MAX_PARAMETER]) for key, value in _flat(config)]
+            parameters = [
+                self._mlflow.entities.Param(key, str(value)[:MAX_PARAMETER])
+                for key, value in flat(config)
+                if not isinstance(value, Mapping)
+            ]
             for start in range(0, len(parameters), MAX_PARAMETERS):
                 self._client.log_batch(self._run, params=parameters[start : start + MAX_PARAMETERS])
         self._client.log_dict(self._run, dict(config), "config.yaml")
@@ -110,14 +115,3 @@ class MlflowTracker:
         for file in files:
             self._client.log_artifact(self._run, str(file), f"samples/{name}-{step:06d}")
         self._client.log_text(self._run, numbered(captions), f"samples/{name}-{step:06d}/captions.md")
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:  # Any: JSON values
-    """(key with dots, value) of everything that is no mapping."""
-    found = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", value))
-    return found

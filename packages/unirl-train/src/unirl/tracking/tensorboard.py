@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.keys import flat
 from unirl.tracking.media_files import read_wav
 from unirl.tracking.tables import markdown, numbered
 from unirl.types.bounds import PositiveInt, bounded
@@ -110,11 +111,8 @@ class TensorBoardTracker:
 
 def _hyper_parameters(config: Config) -> Iterator[tuple[str, float | str]]:
     """Every value of the recipe by its dotted key; lists and truth values as text, absent ones left out."""
-    waiting: list[tuple[str, Any]] = [(key, config[key]) for key in config if key not in _NO_HYPER_PARAMETERS]
-    for key, value in waiting:
-        if isinstance(value, Mapping):
-            waiting.extend((f"{key}.{name}", item) for name, item in value.items())
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    for key, value in flat({key: config[key] for key in config if key not in _NO_HYPER_PARAMETERS}):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield key, value
-        elif value is not None:
+        elif value is not None and not isinstance(value, Mapping):
             yield key, str(value)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
+from unirl.config.schema import ENABLED
 from unirl.tracking.libraries import LIBRARIES, how_to_get
 from unirl.train.backend.rules import topology_problem
 from unirl.types.recipe import TARGET, Machine, Messages, Stage
@@ -202,7 +203,7 @@ def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
 def trackers_have_their_libraries(run: ComposedRun, machine: Machine) -> Messages:
     """The libraries of the trackers that are switched on are installed."""
     for name, node in (run.resolved.get("trackers") or {}).items():
-        known = LIBRARIES.get(node.get(TARGET)) if node and node.get("enabled", True) else None
+        known = LIBRARIES.get(node.get(TARGET)) if node and node.get(ENABLED, True) else None
         if known is not None and importlib.util.find_spec(known) is None:
             yield f"trackers.{name}: {how_to_get(known)}."
 
