@@ -170,6 +170,31 @@ def test_check_notes_what_this_machine_lacks_and_strict_makes_it_an_error(capsys
     assert main(["check", "sd3/nft", "data.path=nowhere.txt", "--strict"]) == USER_ERROR
 
 
+@pytest.mark.parametrize("key", ["data.path", "eval.prompts"])
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("rows.jsonl", b'{"prompt": "a red circle"}\n{"prompt": \n', "rows.jsonl:2: not JSON"),
+        ("rows.csv", b"text\na red circle\n", "neither `prompt` nor `caption`"),
+        ("rows.txt", b"\xff\xfe", "not UTF-8"),
+        ("rows.txt", b"", "is empty"),
+        ("rows.xml", b"<a/>", "unknown format '.xml'"),
+        ("rows.txt", b"a purple dragon\n", "cannot judge 1 of 1 prompts"),
+    ],
+)
+def test_check_refuses_a_data_file_that_is_here_and_wrong(key, name, content, reason, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content)
+    assert main(["check", SHAPES, f"{key}={tmp_path / name}"]) == USER_ERROR
+    out, err = capsys.readouterr()
+    assert key in err and reason in err and "ok" not in out
+
+
+@pytest.mark.parametrize("key", ["data.path", "eval.prompts"])
+def test_check_refuses_a_folder_that_is_no_data_set(key, tmp_path, capsys):
+    assert main(["check", SHAPES, f"{key}={tmp_path}"]) == USER_ERROR
+    assert "not a Hugging Face dataset folder" in capsys.readouterr().err
+
+
 @pytest.mark.matrix
 def test_check_all_with_values(capsys):
     assert main(["check", "--all", "--values"]) == 0

@@ -28,6 +28,7 @@ from unirl.config.runs import ComposedRun, named_copy
 from unirl.config.schema import ENABLED
 from unirl.trainer.scaling import ask_for_sizes
 from unirl.types.errors import ConfigError
+from unirl.types.recipe import Fault
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,8 +44,8 @@ def show(command: Command) -> None:
 
 
 def check(command: Command) -> None:
-    """Check one recipe or all; what this machine lacks is a note, or an error with --strict. --memory adds what each
-    phase takes of a GPU."""
+    """Check one recipe or all; what this machine lacks is a note, or an error with --strict; what is here and
+    broken is an error. --memory adds what each phase takes of a GPU."""
     names = list(available()) if "all" in command.options else [command.recipe]
     machine = this_machine()
     # A recipe may come with files next to it, which are executed only where --values says so.
@@ -58,8 +59,9 @@ def check(command: Command) -> None:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
         notes = list(machine_findings(run, machine, unread=unread))
-        if notes and "strict" in command.options:
-            raise ConfigError("\n".join(notes))
+        refused = notes if "strict" in command.options else [note for note in notes if isinstance(note, Fault)]
+        if refused:
+            raise ConfigError("\n".join(f"{name}: {note}" if len(names) > 1 else note for note in refused))
         lines = [f"  not on this machine yet: {note}\n" for note in notes]
         if "memory" in command.options:
             lines += _memory(run)

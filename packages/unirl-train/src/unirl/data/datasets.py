@@ -329,12 +329,17 @@ def _present(row: Mapping[str, Row]) -> Row:
     return {key: item for key, item in row.items() if item is not None}
 
 
-def _dataset_rows(path: Path, split: str | None) -> Iterable[tuple[str, Row]]:
+def check_dataset_folder(path: Path) -> None:
+    """Raise DataError for a folder that `save_to_disk` did not write."""
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         raise DataError(
             f"{path}: not a Hugging Face dataset folder (no state.json or dataset_dict.json). Write it with "
             "dataset.save_to_disk(folder), or give a prompt file."
         )
+
+
+def _dataset_rows(path: Path, split: str | None) -> Iterable[tuple[str, Row]]:
+    check_dataset_folder(path)
     try:
         import datasets
     except ImportError as error:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from unirl.data.datasets import PromptRow, not_readable_as_text, read_numbered_rows
+from unirl.data.datasets import PromptRow, check_dataset_folder, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
 from unirl.types.errors import DataError
-from unirl.types.recipe import Machine, Messages, Part, Run
+from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 
 ANSWER_KEY = "answer_key"
 """Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
@@ -23,7 +23,7 @@ MEANING = "meaning"
 
 
 def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
-    """The prompt file is there, not empty, and every row is right."""
+    """The prompt file is there, not empty, and every row is right. What is there and wrong is a Fault."""
     path = own.node.get("path")
     if path is None:
         return
@@ -31,32 +31,41 @@ def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
     problem = unreadable(f"{own.at}.path", str(path), machine)
     if problem is not None:
         yield problem
-    elif place.is_file() and own.ability("reads_prompt_rows"):
-        try:
-            if own.ability("brings_images"):
-                numbered = [(row.prompt_id, row) for row in _read_pairs(own, run, place)]
-            else:
-                numbered = read_numbered_rows(place)
-        except DataError as error:
-            yield f"{own.at}.path: {error}"
+    elif own.ability("reads_prompt_rows"):
+        yield from map(Fault, _wrong_rows(own, run, place))
+
+
+def _wrong_rows(own: Part, run: Run, place: Path) -> Messages:
+    path = own.node["path"]
+    try:
+        if place.is_dir():
+            check_dataset_folder(place)  # its rows take a library that a check does without
+            return
+        if own.ability("brings_images"):
+            numbered = [(row.prompt_id, row) for row in _read_pairs(own, run, place)]
         else:
-            rows = [row for _, row in numbered]
-            yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
-            yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
-            yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
+            numbered = read_numbered_rows(place)
+    except DataError as error:
+        yield f"{own.at}.path: {error}"
+        return
+    rows = [row for _, row in numbered]
+    yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
+    yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
+    yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
 
 
 def unreadable(name: str, path: str, machine: Machine) -> str | None:
-    """What is wrong with a file or folder of prompts before it is read; None where nothing is."""
+    """What is wrong with a file or folder of prompts before it is read, a Fault if it is there; None where nothing
+    is."""
     place = Path(path).expanduser()
     if not place.exists():
         command = machine.command_for(path)
         made = f"Make it with: {command}, or set {name}." if command is not None else f"Set {name}."
         return f"{name} = {path}: no such prompt file or dataset folder. {made}"
     if not place.is_dir() and (problem := not_readable_as_text(place)) is not None:
-        return f"{name} = {path} {problem}"
+        return Fault(f"{name} = {path} {problem}")
     if place.is_file() and place.stat().st_size == 0:
-        return f"{name} = {path} is empty. Write at least one prompt."
+        return Fault(f"{name} = {path} is empty. Write at least one prompt.")
     return None
 
 

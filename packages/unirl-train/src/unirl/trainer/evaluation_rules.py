@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from unirl.data.datasets import read_numbered_rows
+from unirl.data.datasets import check_dataset_folder, read_numbered_rows
 from unirl.data.rules import media_reaches_the_model, prompts_outside_a_grammar, rows_without_answers, unreadable
 from unirl.types.errors import DataError
 from unirl.types.preference import IMAGES
-from unirl.types.recipe import Machine, Messages, Part, Run
+from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 
 
 def evaluated_policy_exists(own: Part, run: Run) -> Messages:
@@ -52,26 +52,32 @@ def _kept_copies(run: Run) -> set[str]:
 
 def prompts_exist(own: Part, run: Run, machine: Machine) -> Messages:
     """The prompt file exists and is not empty, every row is valid, and no row has images that would be evaluated
-    instead of samples."""
+    instead of samples. What is there and wrong is a Fault."""
     path = own.node.get("prompts")
     if path is None:
         return
-    place = Path(str(path)).expanduser()
     problem = unreadable("eval.prompts", str(path), machine)
     if problem is not None:
         yield problem
-    elif place.is_file():
-        try:
-            numbered = read_numbered_rows(place)
-        except DataError as error:
-            yield f"eval.prompts: {error}"
+    else:
+        yield from map(Fault, _wrong_rows(str(path), run))
+
+
+def _wrong_rows(path: str, run: Run) -> Messages:
+    try:
+        if Path(path).expanduser().is_dir():
+            check_dataset_folder(Path(path).expanduser())  # its rows take a library that a check does without
             return
-        rows = [row for _, row in numbered]
-        yield from prompts_outside_a_grammar("eval.prompts", str(path), numbered, run)
-        if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
-            yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
-        yield from rows_without_answers("eval.prompts", str(path), rows, run)
-        yield from media_reaches_the_model("eval.prompts", str(path), rows, run)
+        numbered = read_numbered_rows(path)
+    except DataError as error:
+        yield f"eval.prompts: {error}"
+        return
+    rows = [row for _, row in numbered]
+    yield from prompts_outside_a_grammar("eval.prompts", path, numbered, run)
+    if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
+        yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
+    yield from rows_without_answers("eval.prompts", path, rows, run)
+    yield from media_reaches_the_model("eval.prompts", path, rows, run)
 
 
 CONFIG = "unirl.trainer.evaluation.EvaluationConfig"

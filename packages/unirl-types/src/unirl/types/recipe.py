@@ -3,7 +3,8 @@
 A class names the module with its rules (`recipe_rules = "package.module"`), which may import no heavy library:
 `trainer check` reads classes from their source and imports rules alone. Such a module has RULES, functions of a part
 and its run that hold anywhere, and may have MACHINE_RULES, which also ask what this machine has. A rule yields one
-message per mistake: what is wrong, with the values, and what to change. Signatures have been checked before, so values
+message per mistake: what is wrong, with the values, and what to change; what another machine may have is a plain
+message, what is here and broken a Fault. Signatures have been checked before, so values
 have the right types. Rules of a base class hold for its subclasses too.
 """
 
@@ -20,6 +21,10 @@ Messages = Iterator[str]
 RULES_OF = "recipe_rules"
 """Class attribute that names the module with the rules of a class."""
 TARGET = "_target_"
+
+
+class Fault(str):
+    """A message of MACHINE_RULES on what is here and wrong, so that no other machine would accept it."""
 
 
 @dataclass(frozen=True)
