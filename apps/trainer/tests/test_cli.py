@@ -316,8 +316,31 @@ def test_a_run_that_failed_to_start_leaves_its_directory_free(here):
     Path("again/config.yaml").write_text("recipe: shapes\n")
     assert choose_run_dir(recipe, NOW) == (Path("again"), False)
     Path("again/metrics.jsonl").write_text("{}\n")
+    Path("again/summary.json").write_text("{}\n")
     with pytest.raises(ConfigError, match="again already holds a run"):
         choose_run_dir(recipe, NOW)
+
+
+@pytest.mark.parametrize("resume", [(), ("resume=auto",)])
+def test_a_run_that_failed_before_its_first_checkpoint_makes_room_for_the_next(resume, here, monkeypatch, capsys):
+    def fails(run, run_dir, trackers, stop, *, published):
+        (run_dir / "metrics.jsonl").write_text("{}\n")
+        (run_dir / "samples" / "eval-000000.jsonl").write_text("{}\n")
+        (run_dir / "checkpoints" / "step-000001.tmp-0a1b2c3d").mkdir(parents=True)
+        raise TrainingError(f"no luck with seed {run.seed}")
+
+    monkeypatch.setattr(commands, "run_recipe", fails)
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("kept\n")
+    for seed in (1, 2, 3):
+        assert main(["run_dir=mine", f"seed={seed}", *resume]) == USER_ERROR
+        assert f"no luck with seed {seed}" in capsys.readouterr().err
+    for folder, seed in (("mine/failed-1", 1), ("mine/failed-2", 2), ("mine", 3)):
+        assert f"no luck with seed {seed}" in Path(folder, "run.log").read_text()
+        assert f"\nseed: {seed}\n" in Path(folder, "config.yaml").read_text()
+        assert Path(folder, "samples/eval-000000.jsonl").is_file()
+        assert Path(folder, "checkpoints/step-000001.tmp-0a1b2c3d").is_dir()
+    assert Path("mine/notes.txt").is_file()
 
 
 def test_run_directories_that_contradict_are_errors(here):

@@ -179,7 +179,7 @@ def test_a_run_that_came_and_went_before_the_lock_is_not_overwritten(tmp_path: P
     def one_that_is_slow(folder: Path) -> None:
         make_run_dir(folder)
         (folder / CONFIG_FILE).write_text("recipe: llm/other\n")
-        (folder / "metrics.jsonl").write_text("{}\n")
+        (folder / "summary.json").write_text("{}\n")
 
     monkeypatch.setattr("unirl.app.run_directory.make_run_dir", one_that_is_slow)
     with (

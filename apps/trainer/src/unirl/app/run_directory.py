@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,13 +18,24 @@ CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
 LOG_FILE = "run.log"
+SUMMARY_FILE = "summary.json"
+FAILED = "failed-"
+"""Begins the name of a folder in a run directory with the files of a run that failed there."""
+OF_A_RUN = (
+    *(CONFIG_FILE, LOG_FILE, SAMPLES, CHECKPOINTS, "metrics.jsonl", "alerts.jsonl", "timeline.jsonl"),
+    *("requests.jsonl", "scale.json", "tensorboard", "wandb", "swanlab"),
+)
+"""What a run writes; a user's files next to it stay where they are."""
+
+logger = logging.getLogger(__name__)
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
 
 
 @contextmanager
 def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[Path, bool]]:
-    """As `choose_run_dir`, with the directory made and locked. Raises RunIsLockedError if another run holds it."""
+    """As `choose_run_dir`, with the directory made and locked, and what a failed run left there moved into
+    `failed-<number>`. Raises RunIsLockedError if another run holds it."""
     is_new = recipe.get("run_dir") is None and recipe.get("resume") is None
     with ExitStack() as stack:
         while True:
@@ -38,6 +50,8 @@ def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[P
             # Another run of this second has it; the next choice is a folder that is not there yet.
         # Anew, since another run may have begun and ended between the choice and the lock.
         _, is_resumed = choose_run_dir({**recipe, "run_dir": str(folder)}, now)
+        if not is_resumed and holds_run(folder):
+            _set_aside(folder)
         yield folder, is_resumed
 
 
@@ -46,7 +60,8 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
 
     `run_dir` names it; else `resume` finds one (`auto`: the newest run of this recipe with a checkpoint, also of an old
     name of it, or a new run where there is none; a path: that run); else it is runs/<recipe>/<time>. Raises ConfigError
-    for a run to resume that has no checkpoint, and for a directory that already holds a run which is not to be resumed.
+    for a run to resume that has no checkpoint, and for a directory that already holds a run which is not to be resumed,
+    unless that failed before its first checkpoint.
     """
     resume, given = recipe.get("resume"), recipe.get("run_dir")
     family = Path(RUNS) / recipe["recipe"]
@@ -61,7 +76,7 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
         folder = Path(given).expanduser()
         if resume == "auto":
             return folder, has_checkpoint(folder)
-        if holds_run(folder):
+        if holds_run(folder) and not has_only_failed(folder):
             raise ConfigError(
                 f"run_dir = {folder} already holds a run. Set resume=auto to continue it, or choose another run_dir."
             )
@@ -83,9 +98,31 @@ def holds_run(folder: Path) -> bool:
     """True if a run has written here more than its recipe and log, which is all that one leaves that fails to start."""
     config = folder / CONFIG_FILE
     is_run = config.exists() and any(
-        path.is_file() and path not in (config, folder / LOG_FILE) and not is_lock(path) for path in folder.rglob("*")
+        path.is_file()
+        and path not in (config, folder / LOG_FILE)
+        and not is_lock(path)
+        and not path.relative_to(folder).parts[0].startswith(FAILED)
+        for path in folder.rglob("*")
     )
     return is_run or has_checkpoint(folder)
+
+
+def has_only_failed(folder: Path) -> bool:
+    """True if the run that wrote here came neither to a checkpoint nor to its end, so that nothing can continue it."""
+    return not has_checkpoint(folder) and not (folder / SUMMARY_FILE).exists()
+
+
+def _set_aside(folder: Path) -> None:
+    """Move what a failed run wrote into the first `failed-<number>` that is not there yet."""
+    count = 1
+    while (aside := folder / f"{FAILED}{count}").exists():
+        count += 1
+    aside.mkdir()
+    for name in OF_A_RUN:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    make_run_dir(folder)
+    logger.warning("%s held a run that failed before its first checkpoint; its files are in %s", folder, aside)
 
 
 def make_run_dir(folder: Path) -> None:
