@@ -17,7 +17,7 @@ from unirl.models.bagel.configuration import MODEL_FILE
 from unirl.models.diffusers_pipeline.construction import without_weights
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.sd3.bundle import SD3Bundle
-from unirl.models.stored import FileTensor, TensorFiles, safetensors_files
+from unirl.models.stored import FileTensor, TensorFiles, load_weights, safetensors_files
 from unirl.types.errors import CheckpointError
 from unirl.types.protocols.models import StoredTensor
 
@@ -78,6 +78,47 @@ def test_weights_that_do_not_fit_are_named_in_one_error(sd3_folder: Path, tmp_pa
     assert "missing_keys ['proj_out.bias']" in message
     assert "proj_out.weight: [2, 3] in the file, [" in message
     assert "unexpected_keys ['other']" in message
+
+
+@pytest.mark.parametrize("defers", [True, False])
+@pytest.mark.parametrize(
+    ("component", "file", "name"),
+    [
+        ("transformer", FILE, "proj_out.bias"),
+        ("vae", FILE, "decoder.conv_out.bias"),
+        ("text_encoder", "model.safetensors", "text_projection.weight"),
+    ],
+)
+def test_another_size_names_file_tensor_both_shapes_and_the_fix(
+    component: str, file: str, name: str, defers: bool, sd3_folder: Path, tmp_path: Path
+) -> None:
+    path = _copy(sd3_folder, tmp_path) / component / file
+    weights = load_file(path)
+    own = list(weights[name].shape)
+    other = [own[0] + 1, *own[1:]]
+    save_file({**weights, name: torch.zeros(other)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        SD3Bundle(str(path.parent.parent), defers_weights=defers).stored_weights()
+    message = str(caught.value)
+    assert message.startswith(f"{path} does not fit ")
+    assert f"{name}: {other} in the file, {own} in the model" in message and "config.json" in message
+
+
+def test_own_weights_are_loaded_or_refused_before_they_are_read(tmp_path: Path) -> None:
+    module, file = torch.nn.Linear(2, 3), tmp_path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no safetensors file"):
+        load_weights(module, file)
+    save_file({name: tensor.detach() + 1 for name, tensor in module.state_dict().items()}, file)
+    before = module.weight.detach().clone()
+    load_weights(module, file)
+    assert torch.equal(module.weight, before + 1)
+    with pytest.raises(CheckpointError, match=r"model.safetensors does not fit Linear: bias: \[3\] in the file, \[4\]"):
+        load_weights(torch.nn.Linear(2, 4), file)
+    with pytest.raises(CheckpointError, match=r"1 tensors that Linear has not: \['bias'\]"):
+        load_weights(torch.nn.Linear(2, 3, bias=False), file)
+    save_file({"weight": module.weight.detach()}, file)
+    with pytest.raises(CheckpointError, match=r"missing_keys \['bias'\]"):
+        load_weights(module, file)
 
 
 def test_weights_that_nothing_reads_are_logged(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unirl.types.errors import CheckpointError
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 MAPPED_BYTES = 2**26
 """Bytes that are read of mapped files before these are closed: pages that were read count as memory until then."""
 _MOST_NAMES = 8
+_MOST_SIZES = 3
 
 Box = tuple[slice, ...]
 """A slice with start and stop per dimension."""
@@ -160,20 +162,64 @@ def check_state(
     unread: names of the files that the model has no use for, which are said in the log or the error. Raises
     CheckpointError with the names.
     """
+    missing, mismatched = sorted(model.state_dict().keys() - found.keys() - set(optional)), _mismatched(model, found)
+    if missing:
+        wrong = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": sorted(unread)}
+        shown = ", ".join(f"{kind} {_shortened(names)}" for kind, names in wrong.items() if names)
+        raise CheckpointError(
+            f"{folder} does not hold all weights of {type(model).__name__}: {shown}. Fetch it again, or give the "
+            "weights that were saved from this model."
+        )
+    if problem := size_problem(model, found, folder):
+        raise CheckpointError(problem)
+    if unread:
+        class_name, names = type(model).__name__, _shortened(sorted(unread))
+        logger.warning("%s holds %d tensors that %s has not: %s", folder, len(unread), class_name, names)
+
+
+def size_problem(model: nn.Module, found: Mapping[str, Source], folder: Path) -> str | None:
+    """The message for tensors whose shape is not the model's: file, tensors, both shapes, what to change; None where
+    all fit."""
+    wrong = _mismatched(model, found)
+    if not wrong:
+        return None
+    sources = [found[line.partition(":")[0]] for line in wrong]
+    files = {each.files.files[each.name] if isinstance(each, FileTensor) else folder for each in sources}
+    return (
+        f"{', '.join(map(str, sorted(files)))} does not fit {type(model).__name__}: {'; '.join(wrong[:_MOST_SIZES])}"
+        f"{f' and {len(wrong) - _MOST_SIZES} more' if len(wrong) > _MOST_SIZES else ''}. Give the weights that were "
+        "saved from this model (fetch them again if these should be), or build it with the sizes of the file: its "
+        "config.json, or the bundle that the recipe names."
+    )
+
+
+def _mismatched(model: nn.Module, found: Mapping[str, Source]) -> list[str]:
     state = model.state_dict()
-    missing = sorted(state.keys() - found.keys() - set(optional))
-    mismatched = [
+    return [
         f"{name}: {list(source.shape)} in the file, {list(state[name].shape)} in the model"
         for name, source in sorted(found.items())
         if source.shape != tuple(state[name].shape)
     ]
-    if missing or mismatched:
-        wrong = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": sorted(unread)}
-        shown = ", ".join(f"{kind} {_shortened(names)}" for kind, names in wrong.items() if names)
-        raise CheckpointError(f"{folder} does not hold all weights of {type(model).__name__}: {shown}. Fetch it again.")
-    if unread:
-        class_name, names = type(model).__name__, _shortened(sorted(unread))
-        logger.warning("%s holds %d tensors that %s has not: %s", folder, len(unread), class_name, names)
+
+
+def load_weights(module: nn.Module, file: Path) -> None:
+    """Give a module its whole state from one safetensors file, whose names and shapes are compared before its values
+    are read.
+
+    Raises CheckpointError naming the file and its tensors if it cannot be read or does not fit.
+    """
+    names = safetensors_files(file.parent, file.stem) if file.suffix == ".safetensors" else None
+    if names is None:
+        raise CheckpointError(f"{file} is no safetensors file. Give the folder that holds the weights of this model.")
+    files = TensorFiles(names)
+    found = file_tensors(module, files)
+    if unread := sorted(names.keys() - found.keys()):
+        raise CheckpointError(
+            f"{file} holds {len(unread)} tensors that {type(module).__name__} has not: {_shortened(unread)}. Give the "
+            "weights that were saved from this model."
+        )
+    check_state(module, found, file, unread=())
+    module.load_state_dict(load_file(file))
 
 
 def _shortened(names: list[str]) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unirl.models.adapter import DiffusionAdapter, check_multiples, require_condition
 from unirl.models.pipeline import DiffusionPipeline
+from unirl.models.stored import load_weights
 from unirl.sde.kernels import SDEStrategy
 from unirl.sde.loop import Velocity
 from unirl.sde.schedule import SigmaSchedule
@@ -62,7 +63,7 @@ class MyModelBundle:
     def __init__(self, pretrained_model: str | None = None, dtype: str = "fp32", device: str = "cpu") -> None:
         self.net = Net()
         if pretrained_model is not None:
-            self.net.load_state_dict(load_file(Path(pretrained_model) / WEIGHTS))
+            load_weights(self.net, Path(pretrained_model).expanduser() / WEIGHTS)
         self.net.to(device, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eval()
         # Stands for a frozen text encoder: the same in every process, so that exports need not hold it.
         fixed = torch.randn(256, TEXT_WIDTH, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,15 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
-from unirl.models.stored import Source, TensorFiles, check_state, file_tensors, safetensors_files, without_values
+from unirl.models.stored import (
+    Source,
+    TensorFiles,
+    check_state,
+    file_tensors,
+    safetensors_files,
+    size_problem,
+    without_values,
+)
 from unirl.models.token_plan import SpreadTokens, TokenPlan
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
@@ -287,6 +295,7 @@ class DiffusersBundle(Bundle):
         try:
             model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            self._refuse_other_sizes(path, model_class, dtype)
             raise CheckpointError(f"{path} does not load as {model_class.__name__}: {error}") from error
         wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
         if any(wrong.values()):
@@ -295,6 +304,16 @@ class DiffusersBundle(Bundle):
                 f"{path} does not hold all weights of {model_class.__name__}: {wrong}. Fetch it again."
             )
         return model
+
+    def _refuse_other_sizes(self, path: Path, model_class: Any, dtype: torch.dtype) -> None:  # Any: as in `load`
+        """Raise CheckpointError for a component that did not load, if that is due to the shape of its tensors."""
+        stem = _WEIGHTS if issubclass(model_class, ModelMixin) else "model"
+        files = safetensors_files(path, stem)
+        if files is not None:
+            model = from_configuration(model_class, path, dtype, "meta")
+            problem = size_problem(model, file_tensors(model, TensorFiles(files)), path)
+            if problem is not None:
+                raise CheckpointError(problem)
 
     def load_processor(self, name: str) -> Any:  # Any: tokenizers and image processors share no base class
         """A tokenizer or image processor by the class that the index names. Raises CheckpointError if it does not
