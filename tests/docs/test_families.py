@@ -39,8 +39,8 @@ CLAIM = re.compile(
 
 
 def families() -> list[str]:
-    """Every folder of models that has its own bundle, the bases that they share apart."""
-    return sorted({path.parent.name for path in MODELS.glob("*/bundle.py")} - {"diffusers_pipeline", "packed"})
+    """Every folder of models that has its own bundle, the bases that they share and the small policies that act apart."""
+    return sorted({path.parent.name for path in MODELS.glob("*/bundle.py")} - {"diffusers_pipeline", "packed", "action"})
 
 
 def rows() -> str:

@@ -7,7 +7,7 @@ from torch.distributions import Normal, kl_divergence
 
 from unirl.sde.forward import interpolate, predict_noise, predict_x0, velocity_target
 from unirl.sde.kernels import FlowSDEStrategy
-from unirl.sde.likelihood import code_kl, gaussian_log_prob, transition_kl
+from unirl.sde.likelihood import code_kl, gaussian_log_density, gaussian_log_prob, transition_kl
 
 # float32 against float64 over 60 elements: 1e-5 relative.
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
@@ -26,6 +26,14 @@ def test_gaussian_log_prob_equals_torch_distributions(tensors, reduction):
     each = Normal(mean.double(), std_R.double().view(2, 1, 1, 1)).log_prob(y.double()).flatten(1)
     expected = each.mean(1) if reduction == "mean" else each.sum(1)
     torch.testing.assert_close(gaussian_log_prob(y, mean, std_R, reduction).double(), expected, **TOLERANCE)
+
+
+def test_gaussian_log_density_has_the_terms_of_the_sum(tensors):
+    y, mean, _, std_R = tensors
+    each = gaussian_log_density(y, mean, std_R)
+    torch.testing.assert_close(each.flatten(1).sum(1), gaussian_log_prob(y, mean, std_R, "sum"), **TOLERANCE)
+    expected = Normal(mean.double(), std_R.double().view(2, 1, 1, 1)).log_prob(y.double())
+    torch.testing.assert_close(each.double(), expected, **TOLERANCE)
 
 
 def test_sum_is_the_number_of_elements_times_mean(tensors):

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from unirl.sde.rows import check_rows, check_same_shape
+from unirl.sde.rows import check_rows, check_same_shape, over_rows
 
 Reduction = Literal["mean", "sum"]
 
@@ -42,6 +42,18 @@ def gaussian_log_prob(y: Tensor, mean: Tensor, std_R: Tensor, reduction: Reducti
     squared_R = reduce_elements((y.detach().float() - mean.float()).square(), reduction)
     num_elements = math.prod(mean.shape[1:]) if reduction == "sum" else 1
     return -squared_R / (2 * std_R.square()) - num_elements * (std_R.log() + 0.5 * math.log(2 * math.pi))
+
+
+def gaussian_log_density(y: Tensor, mean: Tensor, std_R: Tensor) -> Tensor:
+    """log N(y; mean, std^2) of every element, [R, ...] float32: the terms that `gaussian_log_prob` sums.
+
+    For a sum over some elements alone. y, mean, std_R: as there; y is detached.
+    """
+    check_rows(mean, std_R=std_R)
+    check_same_shape(mean, y=y)
+    std = over_rows(std_R.float(), mean)
+    squared = (y.detach().float() - mean.float()).square()
+    return -squared / (2 * std.square()) - (std.log() + 0.5 * math.log(2 * math.pi))
 
 
 def transition_kl(mean_p: Tensor, mean_q: Tensor, std_R: Tensor, reduction: Reduction = "mean") -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from unirl.types.actions import ActionSegment
 from unirl.types.batch import Batch, peak, per_sample, shared
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Audios, ImageLists, Images, Primitive, Texts, Videos
@@ -142,9 +143,10 @@ def request_for_track(track: RolloutTrack, media: Primitive | None) -> RewardReq
 
 def reward_request(resp: RolloutResp, name: str) -> RewardRequest:
     """What scorers are asked about a track: its decoded media, where it has any, and its clean latents, where it was
-    denoised, with the inputs, groups and metadata of the request, those of a child through its lineage.
+    denoised, with the inputs, groups and metadata of the request, those of a child through its lineage. What an
+    environment said of an episode is in its metadata.
 
-    Raises ContractError if there is no such track, or it has neither media nor latents.
+    Raises ContractError if there is no such track, or it has neither media nor latents nor episodes.
     """
     return _request_of(resp.with_inputs(name), name)
 
@@ -157,7 +159,7 @@ def reward_requests(resp: RolloutResp, name: str) -> list[tuple[list[int], Rewar
 
 def _request_of(track: RolloutTrack, name: str) -> RewardRequest:
     latents = track.segment.clean_latents if isinstance(track.segment, LatentSegment) else None
-    if track.decoded is None and latents is None:
+    if track.decoded is None and latents is None and not isinstance(track.segment, ActionSegment):
         raise ContractError(f"track {name} has neither decoded media nor latents to score")
     return request_for_track(track, track.decoded).replace(latents=latents)
 

@@ -53,6 +53,8 @@ class BaseSamplingParams:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     samples_tokens: ClassVar[bool | None] = False
     """True if tokens are sampled; None where several stages sample different things."""
+    samples_actions: ClassVar[bool] = False
+    """True if episodes are played in an environment."""
     samples_per_prompt: int = 1
 
     def __post_init__(self) -> None:
@@ -298,6 +300,44 @@ class ARSamplingParams(BaseSamplingParams):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActionSamplingParams(BaseSamplingParams):
+    """Sampling of the actions of a policy in an environment. Which options apply depends on the policy's head."""
+
+    samples_actions: ClassVar[bool] = True
+    num_inference_steps: int = 4
+    """Steps of a flow-matching head from noise to a chunk of moves."""
+    eta: float = 0.5
+    """Noise level of its stochastic steps; 0 follows the flow and cannot be replayed."""
+    sde_indices: list[int] | None = None
+    """Its stochastic steps; None: every step. Those that are not follow the flow."""
+    temperature: float = 1.0
+    """For a head with bins: logits are divided by it, in rollout and replay alike; 0 takes the most probable bin and
+    cannot be replayed."""
+    seed: int = 42
+    """Base seed of the draws; each decision's own follows from it, the episode's key and the decision's number."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_integer("num_inference_steps", self.num_inference_steps, minimum=1)
+        _require_number("eta", self.eta, " (0 = no noise)")
+        _require_number("temperature", self.temperature, " (0 = the most probable)")
+        _require_integer("seed", self.seed)
+        steps = self.sde_indices or []
+        for step in steps:
+            _require_integer("a step of sde_indices", step, minimum=0)
+        wrong = [step for step in steps if step >= self.num_inference_steps]
+        _require(not wrong, f"sde_indices {wrong} lie outside 0..{self.num_inference_steps - 1}")
+        _require(len(set(steps)) == len(steps), f"sde_indices repeat a step: {steps}")
+
+    @property
+    def stochastic_steps(self) -> list[int]:
+        """The stochastic steps of a flow, sorted; none with eta = 0."""
+        if self.eta == 0:
+            return []
+        return list(range(self.num_inference_steps)) if self.sde_indices is None else sorted(self.sde_indices)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagedSamplingParams(BaseSamplingParams):
     """Sampling of several stages, each of its own kind (`unirl.types.stages`)."""
 
@@ -323,4 +363,4 @@ class StagedSamplingParams(BaseSamplingParams):
         return next(iter(self.stages.values())).samples_made_together
 
 
-SamplingParams = DiffusionSamplingParams | ARSamplingParams | StagedSamplingParams
+SamplingParams = DiffusionSamplingParams | ARSamplingParams | ActionSamplingParams | StagedSamplingParams

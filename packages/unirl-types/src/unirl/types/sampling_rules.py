@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from unirl.types.errors import UniRLError
 from unirl.types.recipe import Messages, Part, Run
-from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import (
+    ActionSamplingParams,
+    ARSamplingParams,
+    BaseSamplingParams,
+    DiffusionSamplingParams,
+)
 
 _CLASSES: Mapping[str, type[BaseSamplingParams]] = {
-    f"{each.__module__}.{each.__qualname__}": each for each in (DiffusionSamplingParams, ARSamplingParams)
+    f"{each.__module__}.{each.__qualname__}": each
+    for each in (DiffusionSamplingParams, ARSamplingParams, ActionSamplingParams)
 }
 
 

@@ -24,6 +24,8 @@ class SegmentStatus(IntEnum):
     COMPLETED = 1
     TRUNCATED = 2
     ABORTED = 3
+    FAILED = 4
+    """The environment of an episode was lost, and there is no reward."""
 
 
 @dataclass(kw_only=True, eq=False)

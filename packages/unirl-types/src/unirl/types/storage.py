@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.types.actions import ActionSegment
 from unirl.types.conditions import (
     ExpertCondition,
     ImageEmbedCondition,
@@ -37,6 +38,7 @@ from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, 
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import (
+    ActionSamplingParams,
     ARSamplingParams,
     BaseSamplingParams,
     DiffusionSamplingParams,
@@ -53,9 +55,9 @@ _CLASSES: dict[str, type] = {
         *(Texts, Images, ImageLists, SizedImages, Videos, Audios, Embeddings),
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
         *(ImageLatentCondition, ImageEmbedCondition),
-        *(TextSegment, LatentSegment, SizedLatents),
+        *(TextSegment, LatentSegment, SizedLatents, ActionSegment),
         *(DiffusionPlan, RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
-        *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, StagedSamplingParams),
+        *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ActionSamplingParams, StagedSamplingParams),
     )
 }
 _ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (Modality, SegmentStatus)}

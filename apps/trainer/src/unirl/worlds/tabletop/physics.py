@@ -28,7 +28,7 @@ TABLE, RING_COLOUR, BLOCK_COLOUR, PUSHER_COLOUR = (225, 225, 225), (60, 170, 80)
 CLEARANCE = 0.17
 """Distance from the block's middle at which the expert goes round it."""
 BACK_OFF = 0.12
-"""How far behind the block it goes round. Clearly more than `BEHIND`, or it would wait beside the block."""
+"""How far behind the block it goes round. Clearly more than `BEHIND`, or it would wait next to the block."""
 BEHIND = 0.07
 """Once so far behind the block, the expert goes straight to where it pushes from."""
 LINED_UP = (0.09, 0.022)

@@ -12,9 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from unirl.types.actions import ActionSegment, DrawnChunks, Observations
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.weights import PublishedParts
 
@@ -250,6 +251,72 @@ class ThoughtPipeline(AutoregressivePipeline, Protocol):
 
     def chosen_sizes(self, segment: TextSegment) -> list[tuple[int, int] | None]:
         """Height and width of the image that each text asks for; None of one that asks for none."""
+        ...
+
+
+class ActionStats(Protocol):
+    """Some decisions of episodes under the current weights. n decisions, L terms each (`unirl.types.actions`)."""
+
+    @property
+    def logp_NL(self) -> Tensor:
+        """[n, L] float32, nats, over the executed moves alone, with gradients; 0 for terms that do not count."""
+        ...
+
+    @property
+    def entropy_NL(self) -> Tensor | None:
+        """[n, L] float32, nats, of the distributions that tokens were drawn from; None of a flow, which knows none."""
+        ...
+
+    @property
+    def features_NW(self) -> Tensor:
+        """[n, W] what the policy made of the observations, with gradients; what a value head reads."""
+        ...
+
+
+class ActionPipeline(Protocol):
+    """A policy that draws chunks of moves from observations, and replays them."""
+
+    @property
+    def chunk_shape(self) -> tuple[int, int]:
+        """H moves of a chunk, D numbers of a move."""
+        ...
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """C, H and W of the images that it sees; None if it sees none."""
+        ...
+
+    @property
+    def state_size(self) -> int | None:
+        """Numbers of the states that it reads; None if it reads none."""
+        ...
+
+    def draw(self, seen: Observations, params: ActionSamplingParams, *, noise_keys: Sequence[str]) -> DrawnChunks:
+        """A chunk for each of n observations. noise_keys [n] seed the draws together with params.seed."""
+        ...
+
+    def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
+        """[n, L] from the densities of drawn chunks: what `replay` gives, of the moves [n] that were executed."""
+        ...
+
+    def segment_fields(self, params: ActionSamplingParams) -> dict[str, object]:
+        """Shared fields of a segment that replay needs besides the chunks: a flow's sigmas and stochastic steps."""
+        ...
+
+    def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> ActionStats:
+        """Some decisions, int64 [n], under the current weights, with gradients unless they are switched off: one
+        forward over all rows, a row a decision (bins) or a decision and flow step.
+
+        Raises ConfigError for parameters that draw from no distribution.
+        """
+        ...
+
+    def features(self, seen: Observations) -> Tensor:
+        """[n, W], see `ActionStats.features_NW`."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
         ...
 
 
