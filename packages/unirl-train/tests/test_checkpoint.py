@@ -67,6 +67,15 @@ def assert_equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
+def test_what_only_reads_a_checkpoint_says_that_it_was_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpointer = Checkpointer(start({})[0], str(tmp_path))
+    checkpointer.save(3, {})
+    with caplog.at_level(logging.INFO, "unirl.train"):
+        checkpointer.load()
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("unirl")]
+    assert said == [f"loaded {tmp_path / 'step-000003'}"]
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", list(OPTIONS))
 def test_two_steps_a_resume_and_two_steps_equal_four_steps_bit_for_bit(

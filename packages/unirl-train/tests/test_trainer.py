@@ -347,7 +347,7 @@ def test_a_clock_adds_up_also_where_a_phase_fails_and_goes_on_after_a_resume():
     assert again.wall_s["train"] > clock.wall_s["train"] == first["timing_s/train"]
 
 
-def test_a_resumed_run_remembers_the_rewards_of_its_prompts(tmp_path: Path):
+def test_a_resumed_run_remembers_the_rewards_of_its_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def options() -> dict[str, Any]:
         return {"num_rollouts": 6, "num_prompts": 4, "advantages": PromptStatistics(min_count=4)}
 
@@ -357,7 +357,9 @@ def test_a_resumed_run_remembers_the_rewards_of_its_prompts(tmp_path: Path):
     first.engine.then = lambda rollout_id: first.stop.set() if rollout_id == 2 else None
     assert not first.trainer.run()["is_complete"]
     second = Run(tmp_path / "parts", **options())
-    assert second.trainer.run("auto")["is_complete"]
+    with caplog.at_level(logging.INFO, "unirl.trainer"):
+        assert second.trainer.run("auto")["is_complete"]
+    assert "resumed after rollout 3" in caplog.messages
     assert whole.notes.logged[6]["advantage/known_prompt_fraction"] == 1.0
     assert same(whole.weights_at(5), second.weights_at(5))
 

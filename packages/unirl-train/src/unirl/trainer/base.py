@@ -192,6 +192,7 @@ class Trainer:
                 f"{DRIVER_STATE} of the newest checkpoint is not what this version writes: {what}. Remove the newest "
                 "folder of checkpoints/ to resume from the one before it, or resume with the version that wrote it."
             ) from error
+        logger.info("resumed after rollout %d", self._done)
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
         check_same_algorithm(state["config"], self._record.config)

@@ -134,7 +134,7 @@ def restore(backend: SavedState, folder: Path, ranks: Ranks) -> dict[str, Any]:
     ranks.stage(folder, lambda: _read_state(folder / STATE_FOLDER, state, ranks))
     backend.load_state_dict(state)
     _restore_rng(folder, facts["num_ranks"], ranks)
-    logger.info("resumed from %s", folder)
+    logger.info("loaded %s", folder)
     return _read_object(folder / DRIVER_STATE)
 
 
