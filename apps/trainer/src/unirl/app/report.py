@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -47,7 +47,7 @@ def final_screen(summary: Summary, after: After) -> Group:
     if changes := resume_changes(summary):
         # Below the table and not its caption, which would be wrapped to the table's width.
         parts.append(Text("\n".join(changes), style="yellow"))
-    parts.append(NextSteps(summary, after))
+    parts.append(Text(next_steps(summary, after), no_wrap=True, overflow="ignore"))
     return Group(*parts)
 
 
@@ -82,24 +82,8 @@ def evaluation_table(before: Summary | None, after: Summary | None, preferred: s
     return table
 
 
-@dataclass(frozen=True)
-class NextSteps:
-    """Where the run lies and commands to go on with, as wide as the terminal."""
-
-    summary: Summary
-    after: After
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """See rich's console protocol."""
-        text = next_steps(self.summary, self.after, options.max_width)
-        yield Text(text, no_wrap=True, overflow="ignore")
-
-
-def next_steps(summary: Summary, after: After, width: int = 80) -> str:
-    """Where the run lies and commands to go on with, each to be copied as it stands.
-
-    A command that does not fit next to its label begins its own line, and goes on after a backslash where it must.
-    """
+def next_steps(summary: Summary, after: After) -> str:
+    """Where the run lies and commands to go on with, each on one line however long, to be copied as it stands."""
     run_dir = str(summary["run_dir"])
     picture = Path(run_dir) / "samples" / "before_after.png"
     trainer, run = ["uv", "run", "trainer"], shlex.quote(run_dir)
@@ -112,26 +96,11 @@ def next_steps(summary: Summary, after: After, width: int = 80) -> str:
         ("more", [*trainer, "list"]),
     ]
     lines = [_labelled("run", run_dir), _labelled("look", str(picture if picture.is_file() else picture.parent))]
-    for label, words in commands:
-        line = _labelled(label, " ".join(words))
-        lines.append(line if len(line) <= width else f"{label}\n{_broken(words, width)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_labelled(label, " ".join(words)) for label, words in commands)])
 
 
 def _labelled(label: str, text: str) -> str:
     return f"{label:11}{text}"
-
-
-def _broken(words: Sequence[str], width: int) -> str:
-    """A command over several lines for a shell, cut between words so that none is wider than it must be."""
-    lines = [words[0]]
-    for word in words[1:]:
-        longer = f"{lines[-1]} {word}"
-        if len(longer) + len(" \\") > width:
-            lines.append(f"  {word}")
-        else:
-            lines[-1] = longer
-    return " \\\n".join(lines)
 
 
 def _preferred(summary: Summary) -> str:
