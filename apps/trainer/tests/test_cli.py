@@ -101,7 +101,7 @@ def test_words_become_a_verb_a_recipe_and_changes():
     ("argv", "message"),
     [
         (["a", "b"], "more than one recipe: a, b"),
-        (["list", "reward"], "list takes one of recipes, rewards, not 'reward'"),
+        (["list", "reward"], "list takes one of recipes, worlds, algorithms, rewards, not 'reward'"),
         (["check", "--to", "x"], "--to does nothing with 'check'; it is for: export"),
         (["--resolve"], "--resolve does nothing with 'run'"),
         (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
@@ -140,6 +140,30 @@ def test_list_rewards_says_what_each_scorer_takes_gives_and_needs(capsys):
     (pickscore,) = [line for line in lines if line.startswith("pickscore ")]
     for cell in ("image + prompt", "x / 26, on by default", " clip ", "arXiv 2305.01569"):
         assert cell in pickscore
+
+
+def test_list_worlds_says_what_each_trains_and_with_which_recipes(capsys):
+    assert main(["list", "worlds"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["world", "model", "recipes", "what", "it", "is"]
+    worlds = {name.split("/")[1] for name in available() if name.startswith("worlds/")}
+    assert {line.split()[0] for line in lines} == worlds
+    (shapes,) = [line for line in lines if line.startswith("shapes ")]
+    count = sum(name.startswith("worlds/shapes/") for name in available())
+    for cell in ("flux2_klein, sd3 ", f" {SHAPES}, ", f" and {count - 2} more ", "  The shapes world: "):
+        assert cell in shapes
+    assert all(len(line.split("  ")[-1]) > 20 for line in lines)
+
+
+def test_list_algorithms_has_every_class_that_a_recipe_trains_with(capsys):
+    assert main(["list", "algorithms"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["algorithm", "recipes", "what", "it", "is"]
+    listed = {line.split()[0] for line in lines}
+    assert {"DiffusionNFT", "DiffusionGRPO", "DPOK", "ARGRPO", "ARPPO", "SRPO", "WeightedMatching"} <= listed
+    assert not listed & {"StageAlgorithm", "TokenAlgorithm", "NoiseCredit", "AdvantageConfig"}
+    (nft,) = [line for line in lines if line.startswith("DiffusionNFT ")]
+    assert " worlds/edits/nft, " in nft and "DiffusionNFT: reinforcement on the forward process." in nft
 
 
 @pytest.mark.parametrize("name", [SHAPES, "worlds/shapes/dpo", "worlds/shapes/drtune", "sd3/ppo"])

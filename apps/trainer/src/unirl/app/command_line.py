@@ -16,7 +16,7 @@ from unirl.types.errors import ConfigError
 DEFAULT_RECIPE = "worlds/shapes/nft"
 VERBS = {
     "run": "train (the default verb)",
-    "list": "the recipes that come with the trainer; list rewards: the scorers",
+    "list": "the recipes that come with the trainer; list worlds, algorithms or rewards: those",
     "show": "the whole recipe as YAML that can be run by path",
     "check": "find mistakes without weights, GPU or torch",
     "eval": "held-out evaluation of a recipe's model, or of a run's checkpoint; --suite: a published benchmark",
@@ -82,7 +82,7 @@ VIEW_EPILOG = """examples:
 
 Curves, samples, groups, timelines, recipes, logs, alarms and checkpoints: docs/guides/viewer.md.
 """
-LISTS = ("recipes", "rewards")
+LISTS = ("recipes", "worlds", "algorithms", "rewards")
 """What `list` can list; the first where nothing is said."""
 EPILOG = """examples:
   trainer                                     train the default recipe

@@ -18,7 +18,7 @@ LEVELS = {
 """Level -> what it says of a recipe."""
 
 
-def levels() -> dict[str, list[str]]:
-    """Recipe -> its levels, in the order of LEVELS."""
+def known(what: str) -> dict[str, list[str]]:
+    """Recipe -> its `levels`, in the order of LEVELS, or the names of its `algorithms` or `models`."""
     text = (importlib.resources.files(RECIPES_MODULE) / FILE).read_text(encoding="utf-8")
-    return {name: known["levels"] for name, known in json.loads(text).items()}
+    return {name: entry[what] for name, entry in json.loads(text).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from unirl.app.command_line import Command, parse
 from unirl.types.errors import UniRLError
@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(command: Command) -> int:
     # Everything below stays out of --help: Hydra, rich and, for the verbs that compute, torch.
     if command.verb == "list":
-        _list(command.recipe)
+        from unirl.app.lists import write_list
+
+        write_list(command.recipe)
         return 0
     if command.verb == "data":
         from unirl.app.data_sets import list_sets, prepare_set
@@ -92,41 +94,6 @@ def _dispatch(command: Command) -> int:
         "doctor": verbs.doctor,
     }
     return actions[command.verb](command) or 0
-
-
-def _list(what: str) -> None:
-    if what == "rewards":
-        from unirl.reward.catalog import CATALOG
-
-        header = ("name", "input", "range and scale", "extra", "source")
-        rows = [(name, card.inputs, card.scale, card.extra or "-", card.source) for name, card in CATALOG.items()]
-        _write_table([header, *sorted(rows)])
-    else:
-        from unirl.app.evidence import LEVELS, levels
-        from unirl.config.catalog import available
-
-        known = levels()
-        _write_table(
-            [
-                ("recipe", "known", "what it is"),
-                *((n, " ".join(known[n]), text) for n, text in _worlds_first(available())),
-            ]
-        )
-        sys.stdout.write("\nknown:\n")
-        _write_table([(f"  {level}", text) for level, text in LEVELS.items()])
-
-
-def _worlds_first(recipes: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The recipes that every machine can train, then the others."""
-    return sorted(recipes.items(), key=lambda item: (not item[0].startswith("worlds/"), item[0]))
-
-
-def _write_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns as wide as their longest cell; the last one runs free."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 if __name__ == "__main__":
