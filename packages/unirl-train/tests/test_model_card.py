@@ -57,6 +57,14 @@ def test_the_card_of_a_lora_names_base_recipe_data_figures_and_versions(tmp_path
     assert recipe == {name: value for name, value in RECIPE.items() if name not in ("run_dir", "trackers")}
 
 
+def test_the_card_of_a_model_without_a_base_names_its_class_and_no_base(tmp_path):
+    recipe = {**RECIPE, "bundle": {"_target_": "my_model.MyBundle", "pretrained_model": None}, "backend": {}}
+    text = card(tmp_path, recipe, merged=True)
+    assert text.startswith("---\ntags:\n- unirl\n- reinforcement-learning\n---\n")
+    assert "All weights of `my_model.MyBundle`, which began without a base model, trained with" in text
+    assert "None" not in text.split("## ")[0] and "base_model" not in text and "licence" not in text
+
+
 def test_the_card_says_what_rounding_took(tmp_path):
     write_model_card(
         tmp_path, RECIPE, STATE, tmp_path, published=RECIPE, merged=True, lost=LostUpdate("bfloat16", 0.25, 0.5)

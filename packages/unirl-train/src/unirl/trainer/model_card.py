@@ -55,8 +55,7 @@ def write_model_card(
     sections = [
         "\n".join(["---", *front, "---"]),
         f"# {recipe['recipe']}, rollout {state['next_rollout']}",
-        f"{_kind(sections, merged=merged)} of `{_shown(base)}`, trained with reinforcement learning by UniRL. The base "
-        "model's licence applies.",
+        f"{_kind(sections, merged=merged)} of {_origin(sections['bundle'])}",
         *([f"## Load\n\n```python\n{usage}\n```"] if usage else []),
         *([f"## Rounding\n\n{lost}"] if lost is not None else []),
         f"## Training\n\n{_training(recipe, published, state, copy, one_or_several(sections, prefix, 'algorithm'))}",
@@ -73,6 +72,16 @@ def _kind(sections: Values, *, merged: bool) -> str:
         return "All weights"
     numbers = ", ".join(f"{name} {lora[name]}" for name in ("rank", "alpha") if name in lora)
     return f"The whole model, with a LoRA ({numbers}) merged into the weights" if merged else f"A LoRA ({numbers})"
+
+
+def _origin(bundle: Values) -> str:
+    """What was trained: a base model, or a class that began without one."""
+    base = bundle.get("pretrained_model")
+    if not base:
+        return (
+            f"`{bundle.get(TARGET)}`, which began without a base model, trained with reinforcement learning by UniRL."
+        )
+    return f"`{_shown(base)}`, trained with reinforcement learning by UniRL. The base model's licence applies."
 
 
 def _loading(folder: Path) -> tuple[str | None, str | None]:
