@@ -20,8 +20,9 @@ from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.state import COUNTERS
 from unirl.train.checkpoint import saved
 from unirl.train.checkpoint.checkpointer import Checkpointer
+from unirl.train.checkpoint.folder import meant_step
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, OptimizerConfig
-from unirl.types.errors import CheckpointError, ContractError
+from unirl.types.errors import CheckpointError, ConfigError, ContractError
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -273,18 +274,20 @@ def test_the_newest_and_the_best_stay(tmp_path: Path):
     for step, score in enumerate([0.1, 0.9, 0.3, None, float("nan"), 0.9]):
         checkpointer.save(step, {"step": step}, score)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000004", "step-000005"]
-    assert checkpointer.best_step == 1
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 1
     assert checkpointer.load(1) == {"step": 1}
-    assert checkpointer.load_best() == {"step": 1}
+    assert [meant_step(tmp_path, which) for which in ("newest", "best", "4")] == [5, 1, 4]
+    for which, message in (("3", "no checkpoint of step 3; it has 1, 4, 5"), ("last", "must be newest, best or")):
+        with pytest.raises(ConfigError, match=message):
+            meant_step(tmp_path, which)
 
 
 def test_without_a_score_there_is_no_best(tmp_path: Path):
     backend, _ = start({})
     checkpointer = Checkpointer(backend, str(tmp_path))
     checkpointer.save(1, {"step": 1})
-    with pytest.raises(CheckpointError, match="has a held-out score"):
-        checkpointer.load_best()
+    with pytest.raises(ConfigError, match="has a held-out score"):
+        meant_step(tmp_path, "best")
 
 
 def test_without_keep_best_only_the_newest_stay(tmp_path: Path):

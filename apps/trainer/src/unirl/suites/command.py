@@ -31,6 +31,7 @@ from unirl.suites.pages import (
 from unirl.suites.results import RESULTS, Document, compared, document, read_results
 from unirl.suites.scoring import build_scorers, claim_scores, missing_scores, parts_of, read_judged, score
 from unirl.suites.suite import Judged, Suite
+from unirl.train.checkpoint.folder import meant_step
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Model:
 
     run: ComposedRun
     run_dir: Path
-    checkpoint: str | None
+    checkpoint: int | None
     """A step of the run; None before training."""
     described: Mapping[str, Any]
     """Name, recipe, step and digests. Any: JSON values."""
@@ -137,31 +138,11 @@ def model_of(command: Command, run: ComposedRun) -> Model:
     run_dir = Path(given)
     if not has_checkpoint(run_dir):
         raise ConfigError(f"{run_dir} holds no checkpoint. Give the folder of a run that has saved one.")
-    step = _step(run_dir, str(command.options.get("checkpoint", "newest")))
+    step = meant_step(run_dir / CHECKPOINTS, str(command.options.get("checkpoint", "newest")))
     manifest = run_dir / CHECKPOINTS / f"step-{step:06d}" / "manifest.json"
     saved = hashlib.blake2b(manifest.read_bytes(), digest_size=8).hexdigest()
     name = f"{run_dir.resolve().name} step {step}"
-    return Model(run, run_dir, str(step), {**described, "name": name, "step": step, "checkpoint": saved})
-
-
-def _step(run_dir: Path, which: str) -> int:
-    """The step that newest, best or a number means. Raises ConfigError if there is none."""
-    folder = run_dir / CHECKPOINTS
-    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.name[5:].isdecimal())
-    if which == "best":
-        best = folder / "best.json"
-        if not best.exists():
-            raise ConfigError(f"{run_dir}: no checkpoint was evaluated, so none is the best. Give --checkpoint newest.")
-        step = int(json.loads(best.read_text(encoding="utf-8"))["step"])
-    elif which == "newest":
-        step = steps[-1]
-    elif which.isdecimal():
-        step = int(which)
-    else:
-        raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step.")
-    if step not in steps:
-        raise ConfigError(f"{run_dir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}.")
-    return step
+    return Model(run, run_dir, step, {**described, "name": name, "step": step, "checkpoint": saved})
 
 
 def _root(command: Command, run: ComposedRun) -> Path:

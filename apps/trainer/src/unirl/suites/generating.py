@@ -16,11 +16,10 @@ from unirl.suites.suite import Suite
 from unirl.tracking.sample_files import SampleFiles
 from unirl.trainer.build.assembly import evaluation_of, sampling_of
 from unirl.trainer.build.launch import make_runtime
-from unirl.trainer.commands import load_checkpoint
 from unirl.trainer.evaluation import EvaluationConfig
 from unirl.trainer.held_out import EVAL_ROLLOUT_ID
 from unirl.trainer.request import pinned_request
-from unirl.trainer.roles import EngineRole, StackRole, SyncRole
+from unirl.trainer.roles import CheckpointerRole, EngineRole, StackRole, SyncRole
 from unirl.trainer.samples import take
 from unirl.types.errors import ConfigError
 from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, StagedSamplingParams
@@ -83,7 +82,7 @@ def plan_samples(run: ComposedRun, suite: Suite, model: Mapping[str, Any]) -> Pl
     return Plan(rows, params, config, json.loads(json.dumps(settings, default=str)))
 
 
-def generate(run: ComposedRun, run_dir: Path, suite: Suite, plan: Plan, folder: Path, checkpoint: str | None) -> None:
+def generate(run: ComposedRun, run_dir: Path, suite: Suite, plan: Plan, folder: Path, checkpoint: int | None) -> None:
     """Make the parts that `folder` lacks. checkpoint: a step of the run, or None for the model before training.
 
     Raises ConfigError for samples there that were made otherwise, OSError if a part cannot be written.
@@ -98,7 +97,7 @@ def generate(run: ComposedRun, run_dir: Path, suite: Suite, plan: Plan, folder: 
     with make_runtime(run, run_dir, asks_teachers=False, scores=False) as runtime:
         runtime.role("stack", StackRole).prepare()
         if checkpoint is not None:
-            load_checkpoint(runtime, checkpoint)
+            runtime.role("checkpointer", CheckpointerRole).load(checkpoint)
         if runtime.has_role("sync"):
             runtime.role("sync", SyncRole).push(plan.config.policy)
         for number in missing:

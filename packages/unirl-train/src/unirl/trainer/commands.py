@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unirl.config.runs import ComposedRun, named_copy
-from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
+from unirl.train.checkpoint.folder import meant_step
 from unirl.train.checkpoint.saved import newest_driver_state
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.launch import make_runtime
@@ -59,28 +59,22 @@ def run_recipe(
                 tracker.close()
 
 
-def load_checkpoint(runtime: Runtime, which: str) -> dict[str, Any]:
-    """Restore "newest", "best" (by held-out score) or a step of the run directory on every worker; returns the driver's
-    state."""
-    checkpointer = runtime.role("checkpointer", CheckpointerRole)
-    if which == "best":
-        return checkpointer.load_best()
-    if which == "newest":
-        return checkpointer.load(None)
-    if which.isdecimal():
-        return checkpointer.load(int(which))
-    raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step")
+def asked_step(run_dir: Path, checkpoint: str) -> int | None:
+    """The step of a checkpoint as `unirl.train.checkpoint.folder.meant_step` has it; None for "newest", which stands
+    for the newest sound one."""
+    return None if checkpoint == "newest" else meant_step(run_dir / "checkpoints", checkpoint)
 
 
 def evaluate_recipe(run: ComposedRun, run_dir: Path, *, checkpoint: str | None) -> EvaluationResult:
-    """Held-out evaluation of a recipe's model, or of a checkpoint of its run directory (see `load_checkpoint`)."""
+    """Held-out evaluation of a recipe's model, or of a checkpoint of its run directory (see `asked_step`)."""
     evaluator = make_evaluator(run)
     if evaluator is None:
         raise ConfigError("this recipe has no eval section; add eval.prompts")
+    step = None if checkpoint is None else asked_step(run_dir, checkpoint)
     with make_runtime(run, run_dir, asks_teachers=False) as runtime:
         runtime.role("stack", StackRole).prepare()
         if checkpoint is not None:
-            load_checkpoint(runtime, checkpoint)
+            runtime.role("checkpointer", CheckpointerRole).load(step)
         if runtime.has_role("sync"):
             runtime.role("sync", SyncRole).push(evaluator.config.policy)
         return evaluator.run(runtime, run.scored_track, num_records=run.file.samples.per_evaluation)
@@ -105,9 +99,10 @@ def export_recipe(
     """
     lost = None
     name, copy = named_copy(run, policy)
+    step = asked_step(run_dir, checkpoint)
     with make_runtime(run, run_dir, asks_teachers=False, is_exported=True) as runtime:
         runtime.role("stack", StackRole).prepare()
-        state = load_checkpoint(runtime, checkpoint)
+        state = runtime.role("checkpointer", CheckpointerRole).load(step)
         exporter = runtime.role(role_name(name, "exporter", run.all_policies))
         if merged:
             lost = exporter.export_merged(str(folder), copy, in_float32=in_float32)

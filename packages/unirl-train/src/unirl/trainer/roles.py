@@ -163,10 +163,6 @@ class CheckpointerRole(Protocol):
         """Restore a step (None: the newest); returns the driver's state."""
         ...
 
-    def load_best(self) -> dict[str, Any]:  # Any: JSON values
-        """Restore the step of the best held-out score."""
-        ...
-
 
 class SyncRole(Protocol):
     """The weight sync (unirl.distributed.weight_sync.base.WeightSync)."""

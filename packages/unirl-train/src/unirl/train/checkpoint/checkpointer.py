@@ -125,21 +125,6 @@ class Checkpointer:
                 shutil.rmtree(temp, ignore_errors=True)
             raise
 
-    @property
-    def best_step(self) -> int | None:
-        """Step of the best checkpoint on disk by held-out score, or None where none was evaluated."""
-        return self._folder.best_step
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def load_best(self) -> dict[str, Any]:
-        """Restore the checkpoint with the best held-out score. Raises CheckpointError if none was scored."""
-        step = self.best_step
-        if step is None:
-            raise CheckpointError(
-                f"no checkpoint in {self._folder.path} has a held-out score. Add an eval section, or take the newest."
-            )
-        return self.load(step)
-
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load(self, step: int | None = None) -> dict[str, Any]:
         """Restore the newest sound checkpoint, or that of `step`, and the generators; returns the driver state.

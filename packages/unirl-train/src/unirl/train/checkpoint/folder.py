@@ -64,8 +64,8 @@ class CheckpointFolder:
 
     def _retain(self) -> None:
         """Remove all but the newest and the best."""
-        finished = self._finished()
-        best = self._best(finished)
+        finished = _newest_of_each(self.path)
+        best = _best(finished)
         keep = set(finished[-self._keep_last :])
         if self._keep_best and best is not None:
             keep.add(best[1])
@@ -76,12 +76,6 @@ class CheckpointFolder:
         for path in finished_in(self.path):
             if path not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def best_step(self) -> int | None:
-        """Step of the best checkpoint on disk by held-out score, or None where none was evaluated."""
-        best = self._best(self._finished())
-        return None if best is None else _step_of(best[1])
 
     def chosen(self, step: int | None) -> list[str | None]:
         """[name of the newest sound checkpoint, or of that of `step`, None] or [None, what is wrong]."""
@@ -102,15 +96,40 @@ class CheckpointFolder:
             f"no {what} in {self.path} is sound: {'; '.join(wrong)}. Restore one from a copy, or start anew.",
         ]
 
-    def _best(self, finished: list[Path]) -> tuple[float, Path] | None:
-        """Highest score and its folder; the earlier of equals."""
-        scored = [(read_manifest(path)[0].get("score"), path) for path in finished]
-        known = [(score, path) for score, path in scored if score is not None]
-        return max(known, key=lambda pair: pair[0], default=None)
 
-    def _finished(self) -> list[Path]:
-        """One folder per step, oldest first: of a step that is there twice, the newer."""
-        return list({_step_of(path): path for path in finished_in(self.path)}.values())
+def meant_step(folder: Path, which: str) -> int:
+    """The step of the checkpoint that "newest", "best" (by held-out score) or a number means in a run's `checkpoints`
+    folder. Raises ConfigError if there is none."""
+    finished = _newest_of_each(folder)
+    steps = list(map(_step_of, finished))
+    if which == "newest" and steps:
+        return steps[-1]
+    if which == "best" and steps:
+        best = _best(finished)
+        if best is None:
+            raise ConfigError(
+                f"no checkpoint in {folder} has a held-out score, so none is the best. Add an eval section, or take "
+                "the newest (--checkpoint newest)."
+            )
+        return _step_of(best[1])
+    if which not in ("newest", "best") and not which.isdecimal():
+        raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step.")
+    if not which.isdecimal() or int(which) not in steps:
+        shown = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"{folder} has no checkpoint of step {which}; it has {shown}.")
+    return int(which)
+
+
+def _newest_of_each(folder: Path) -> list[Path]:
+    """One folder per step, oldest first: of a step that is there twice, the newer."""
+    return list({_step_of(path): path for path in finished_in(folder)}.values())
+
+
+def _best(finished: list[Path]) -> tuple[float, Path] | None:
+    """Highest score and its folder; the earlier of equals."""
+    scored = [(read_manifest(path)[0].get("score"), path) for path in finished]
+    known = [(score, path) for score, path in scored if score is not None]
+    return max(known, key=lambda pair: pair[0], default=None)
 
 
 def unfinished_name(step: int) -> str:
