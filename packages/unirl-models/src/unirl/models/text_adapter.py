@@ -5,6 +5,7 @@ Nothing here draws or scores a token: `unirl.models.ar` does that for every adap
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -16,9 +17,14 @@ from unirl.models.token_scores import ScoringHead
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
+from unirl.types.messages import Message
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
+
+_PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
+_WRITTEN = "<<written by the model>>"
+"""Stands for a turn of the model while a template is rendered."""
 
 
 class LanguageBundle(ModelBundle, Protocol):
@@ -178,6 +184,81 @@ class TextAdapter:
         )
         # The template has written every special token that it wants.
         return self.bundle.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def offer_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        """From now on prompts name these tools as the chat template does. Schemas: as OpenAI's `tools`.
+
+        Raises ConfigError if there is no template, or it names no tools.
+        """
+        template = self.bundle.tokenizer.chat_template if self.uses_template else None
+        if template is None or "tools" not in str(template):
+            raise ConfigError(
+                f"the chat template of {self.bundle.pretrained_model} names no tools, so the model would not know of "
+                "them. Name them in the prompts and set turns.shows_tools: false, or take a model whose template does."
+            )
+        self._template_kwargs["tools"] = [dict(schema) for schema in schemas]
+
+    def bridge(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens between the end of the model's turn, which it has written itself, and the begin of its next one.
+
+        What messages say cannot become special tokens. Raises ConfigError without a chat template, or if the template
+        ends no turn of the model with one of its end-of-sequence tokens.
+        """
+        if not self.uses_template:
+            raise ConfigError(
+                "several turns need a chat template, which says how messages follow each other. Take a model whose "
+                "tokenizer has one, and leave chat_template unset."
+            )
+        marks = [f"<<message {place} of {len(messages)}>>" for place in range(len(messages))]
+        rendered = self.bundle.tokenizer.apply_chat_template(
+            [
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "content": _WRITTEN},
+                *({"role": each.role, "content": mark} for each, mark in zip(messages, marks, strict=True)),
+            ],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_kwargs,
+        )
+        tokens: list[int] = []
+        rest = self._behind_turn(rendered)
+        for each, mark in zip(messages, marks, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise ConfigError(
+                    f"the chat template of {self.bundle.pretrained_model} leaves out messages of the role {each.role!r}"
+                )
+            tokens += self.bundle.tokenizer(before, add_special_tokens=False)["input_ids"]
+            tokens += self._plain_tokens(each.content)
+        return tokens + self.bundle.tokenizer(rest, add_special_tokens=False)["input_ids"]
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        """Tokens of a text none of which is an added one: special tokens and tags that it spells are cut in two."""
+        added: list[str] = sorted(self.bundle.tokenizer.get_added_vocab(), key=len, reverse=True)
+        spelled = re.compile("|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)")
+        pieces, start = [], 0
+        for found in spelled.finditer(text):
+            pieces += [text[start : found.start() + 1]]
+            start = found.start() + 1
+        pieces.append(text[start:])
+        return [token for piece in pieces for token in self.bundle.tokenizer(piece, **_PLAIN)["input_ids"]]
+
+    def _behind_turn(self, rendered: str) -> str:
+        """What the template writes after the end of the model's turn."""
+        behind = rendered.partition(_WRITTEN)[2]
+        ends = self.bundle.tokenizer.convert_ids_to_tokens(list(self.bundle.eos_token_ids))
+        places = [behind.find(end) + len(end) for end in ends if end in behind]
+        if not places:
+            raise ConfigError(
+                f"the chat template of {self.bundle.pretrained_model} ends a turn of the model with none of its "
+                f"end-of-sequence tokens {ends}, so nothing can follow a turn. Give generation_config.json the token "
+                "that ends a turn as eos_token_id."
+            )
+        return behind[min(places) :]
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return self.bundle.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def decode(self, segment: TextSegment) -> Texts:
         """The text of each sample, without special tokens."""

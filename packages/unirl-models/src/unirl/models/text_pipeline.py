@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from unirl.models.token_sampling import draw, placed, uniforms
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
+from unirl.types.messages import Message
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -78,6 +80,18 @@ class AutoregressivePipeline:
     def encode(self, primitives: Mapping[str, Primitive], params: ARSamplingParams) -> dict[str, Condition]:
         """Conditions of B samples, see `TextAdapter.encode`."""
         return self.adapter.encode(primitives, params)
+
+    def offer_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON
+        """From now on prompts name these tools, see `TextAdapter.offer_tools`."""
+        self.adapter.offer_tools(schemas)
+
+    def bridge(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens between the model's turns, see `TextAdapter.bridge`."""
+        return self.adapter.bridge(messages)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens."""
+        return self.adapter.text_of(tokens)
 
     def decode(self, segment: TextSegment) -> Texts:
         """The text of each sample, without special tokens."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
+from unirl.types.messages import Message
 from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.weights import PublishedParts
@@ -164,6 +165,28 @@ class TextCodec(Protocol):
 
     def decode(self, segment: TextSegment) -> Texts:
         """The text of each sample, without special tokens; of several turns, all of it."""
+        ...
+
+
+class ConversationCodec(TextCodec, Protocol):
+    """A codec of several turns. What the model wrote stays the tokens that it wrote; only what follows is tokenised."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id."""
+        ...
+
+    def offer_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:  # Any: JSON
+        """From now on prompts name these tools, given as OpenAI's `tools`. Raises ConfigError if it cannot."""
+        ...
+
+    def bridge(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens from the end of the model's turn, whose last token is its end-of-sequence token, to the begin of its
+        next turn, with these messages in between."""
+        ...
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, without special tokens."""
         ...
 
 
