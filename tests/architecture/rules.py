@@ -61,7 +61,9 @@ HOMES: dict[str, tuple[str, ...]] = {
 """Third-party package -> the only places that import it; "apps" stands for the portions of the apps."""
 
 UNPICKLES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("pickle", "Unpickler", "FileSystemReader"), ("unirl.train.backend.state_reader",)),
+    **dict.fromkeys(("Unpickler", "FileSystemReader"), ("unirl.train.backend.state_reader",)),
+    # The second: between a run and the processes that play its environments.
+    "pickle": ("unirl.train.backend.state_reader", "unirl.rollout.environments.wire"),
     # Between the ranks of one run, which execute each other's functions anyway.
     **dict.fromkeys(("broadcast_object_list", "all_gather_object"), ("unirl.train.checkpoint.ranks",)),
     **dict.fromkeys(("_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"), ()),
