@@ -1,0 +1,96 @@
+"""Answers a model's tool calls until it writes a turn without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jsonschema
+
+from unirl.rollout.environments.base import Step, Task
+from unirl.rollout.environments.text import TextEnvironment
+from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.turns.calls import MalformedCall, ToolCall, Turn
+from unirl.types.bounds import NonNegative, PositiveInt, bounded
+from unirl.types.errors import ConfigError
+from unirl.types.messages import Message
+
+
+@bounded("turns.environment")
+class ToolUse(TextEnvironment):
+    """A turn with tool calls gets one message per call; a turn without ends the episode.
+
+    tools: name -> tool, as the model calls it. max_calls: most calls that are made in one turn; the others are answered
+    with an error. max_chars: of one answer, of which the rest is cut. cost_per_call: what a call takes off the return.
+    What is wrong with a call is told to the model and counted: it never ends the episode.
+    """
+
+    deterministic: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        *,
+        max_calls: PositiveInt = 8,
+        max_chars: PositiveInt = 4000,
+        cost_per_call: NonNegative = 0.0,
+    ) -> None:
+        if not tools:
+            raise ConfigError("turns.environment.tools is empty; give at least one tool, by name")
+        self._tools = dict(tools)
+        self._max_calls = max_calls
+        self._max_chars = max_chars
+        self._cost_per_call = cost_per_call
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:  # Any: JSON
+        """The tools as OpenAI's `tools`, which chat templates take."""
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": tool.description, "parameters": dict(tool.parameters)},
+            }
+            for name, tool in self._tools.items()
+        ]
+
+    def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """The row's prompt begins the episode."""
+        self._task = task
+        return ()
+
+    def step(self, action: Turn) -> Step[Sequence[Message]]:
+        """Make the calls of a turn, in order."""
+        if not action.calls:
+            return Step((), terminated=True)
+        counts = {"calls": 0.0, "malformed_calls": 0.0, "tool_errors": 0.0}
+        messages = []
+        for number, call in enumerate(action.calls):
+            if number >= self._max_calls:
+                answer, kind = f"error: at most {self._max_calls} calls per turn", "malformed_calls"
+            else:
+                answer, kind = self._answer(call)
+            counts["calls"] += 1
+            if kind is not None:
+                counts[kind] += 1
+            messages.append(Message("tool", self._cut(answer)))
+        return Step(tuple(messages), reward=-self._cost_per_call * len(action.calls), counts=counts)
+
+    def _answer(self, call: ToolCall | MalformedCall) -> tuple[str, str | None]:
+        """What the model is told, and which count it adds to."""
+        if isinstance(call, MalformedCall):
+            return f"error: {call.reason}", "malformed_calls"
+        if call.name not in self._tools:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}", "malformed_calls"
+        tool = self._tools[call.name]
+        try:
+            jsonschema.validate(call.arguments, dict(tool.parameters))
+        except jsonschema.ValidationError as error:
+            return f"error: {error.message}", "malformed_calls"
+        try:
+            return tool(call.arguments, self._task), None
+        except ToolError as error:
+            return f"error: {error}", "tool_errors"
+
+    def _cut(self, answer: str) -> str:
+        left_out = len(answer) - self._max_chars
+        return answer if left_out <= 0 else f"{answer[: self._max_chars]}... ({left_out} characters more)"

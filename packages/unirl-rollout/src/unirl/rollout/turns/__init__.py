@@ -1,0 +1,1 @@
+"""Conversations: the model writes a turn, an environment answers, until the episode ends."""
