@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
+from unirl.types.protocols.models import TextCodec
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -21,6 +23,13 @@ def text_params(req: RolloutReq) -> ARSamplingParams:
     if not isinstance(params, ARSamplingParams):
         raise ContractError(f"this engine needs ARSamplingParams, the request has {type(params).__name__}")
     return params
+
+
+def prompt_conditions(req: RolloutReq, codec: TextCodec) -> dict[str, Condition]:
+    """What the samples of a request continue: its prompts as tokens where it brings them, as later turns do, else those
+    of its texts. Raises ConfigError if a prompt cannot be read."""
+    given = dict(req.request_conditions)
+    return given if "prompt" in given else codec.encode(req.primitives, text_params(req))
 
 
 def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:

@@ -174,6 +174,8 @@ class Stage:
     """The parent track; None: the request."""
     pool: str | None = None
     """The pool of its engine; None: "rollout" where there is one, else "train"."""
+    turns: Part | None = None
+    """The environment that it takes turns with; None: a sample is one turn."""
 
     @property
     def at(self) -> str:
@@ -182,7 +184,8 @@ class Stage:
 
     def parts(self) -> Iterator[Part]:
         """Every component."""
-        yield from (self.sampling, self.engine, self.advantages, *((self.reads,) if self.reads else ()))
+        yield from (self.sampling, self.engine, self.advantages)
+        yield from (part for part in (self.reads, self.turns) if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

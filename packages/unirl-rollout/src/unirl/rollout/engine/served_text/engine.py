@@ -23,7 +23,7 @@ from unirl.rollout.engine.served_text.call import (
     text_segment,
     text_track,
 )
-from unirl.rollout.text_checks import text_params
+from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.types.errors import ContractError, UniRLError, WeightSyncError
 from unirl.types.member_pool import MAX_AT_ONCE, Member
 from unirl.types.protocols.models import TextCodec
@@ -69,7 +69,7 @@ class ServedTextEngine(ChildEngine):
         """
         self._check_policy(policy)
         params = text_params(req)
-        conditions = self._pipeline.encode(req.primitives, params)
+        conditions = prompt_conditions(req, self._pipeline)
         limits, stops = self._limits(), self._pipeline.stop_token_ids(params)
         call = generation(req, conditions, stops, 0, placeholder=limits.image_token)
         check_fits(call.prompts, call.max_new_tokens, limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from unirl.rollout.engine.trainside.base import DirectSampling
-from unirl.rollout.text_checks import text_params, verify_text_segment
+from unirl.rollout.text_checks import prompt_conditions, text_params, verify_text_segment
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.noise import noise_key
 from unirl.types.protocols.models import AutoregressivePipeline
@@ -53,7 +53,7 @@ class TrainsideTextEngine(DirectSampling):
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         params = text_params(req)
-        conditions = self._pipeline.encode(req.primitives, params)
+        conditions = prompt_conditions(req, self._pipeline)
         segment = self._pipeline.generate(
             conditions,
             params,

@@ -1,0 +1,239 @@
+"""Turns of a model and an environment: tokens in, tokens out, each end told apart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_fakes import NumberCodec, request
+
+from unirl.rollout.environments.base import Step
+from unirl.rollout.environments.text import TextEnvironment
+from unirl.rollout.environments.tool_use import ToolUse
+from unirl.rollout.environments.tools.calculator import Calculator
+from unirl.rollout.text_checks import prompt_conditions
+from unirl.rollout.turns.engine import TurnsEngine
+from unirl.types.episodes import EPISODE
+from unirl.types.errors import ConfigError
+from unirl.types.messages import Message
+from unirl.types.rollout import RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+STOP, SAYS = 9, 8
+PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=3, seed=5)
+
+
+class TalkingCodec(NumberCodec):
+    """A message is its numbers behind an 8; a turn of the model follows at once."""
+
+    context_length = 40
+    vocabulary = {"<tool_call>": 6, "</tool_call>": 7}
+
+    def __init__(self):
+        self.tools = None
+
+    def bridge(self, messages):
+        return [token for message in messages for token in (SAYS, *map(int, message.content.split()))]
+
+    def text_of(self, tokens):
+        return " ".join(map(str, tokens))
+
+    def offer_tools(self, schemas):
+        self.tools = schemas
+
+
+class ScriptedEngine:
+    """Writes what a script has for what it reads; notes every request."""
+
+    def __init__(self, codec, script):
+        self.codec, self.script, self.asked = codec, script, []
+
+    def generate(self, req, policy=None):
+        self.asked.append(req)
+        conditions = prompt_conditions(req, self.codec)
+        written = [self.script[tuple(row.tolist())] for row in conditions["prompt"].unpack("tokens")]
+        ends = [SegmentStatus.COMPLETED if row[-1] == STOP else SegmentStatus.TRUNCATED for row in written]
+        segment = TextSegment.pack(
+            tokens=[torch.tensor(row) for row in written],
+            log_probs=[-torch.arange(1.0, len(row) + 1) for row in written],
+            status=torch.tensor(ends),
+            params=req.sampling_params,
+        )
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self.codec.decode(segment))
+        return RolloutResp(tracks={"text": track.replace(policy_versions=torch.full((req.batch_size,), 4))})
+
+    def check_prompts(self, req):
+        self.codec.encode(req.primitives, req.sampling_params)
+
+    def announce_to(self, listener):
+        """Never called: turns announce whole episodes."""
+
+    def abort(self):
+        """Nothing runs."""
+
+    def sleep(self):
+        """Nothing to free."""
+
+    def wake_up(self):
+        """Nothing to load."""
+
+    def shutdown(self):
+        """Nothing to stop."""
+
+
+class Echo(TextEnvironment):
+    """Answers a turn with its first number, until that is 0; with 5 it fails, with 4 it stops the episode."""
+
+    deterministic = True
+
+    def reset(self, task, seed):
+        if task["prompt"] == "1 1":
+            raise OSError("no board")
+        return (Message("user", "2 2"),) if task["prompt"] == "3" else ()
+
+    def step(self, action):
+        first = int(action.text.split()[0])
+        if first == 5:
+            raise OSError("the board broke")
+        message = Message("user", str(first))
+        return Step((message,), reward=float(first), terminated=first == 0, truncated=first == 4, counts={"moves": 1.0})
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.fixture
+def play():
+    made = []
+
+    def run(texts, script, *, environment=None, params=PARAMS, **options):
+        codec = TalkingCodec()
+        inner = ScriptedEngine(codec, script)
+        given: dict[str, Any] = {"max_turns": 4} | options
+        engine = TurnsEngine(inner, codec, environment=environment or Echo(), **given)
+        made.append(engine)
+        return engine.generate(request(texts, params)).root_track(), inner
+
+    yield run
+    for engine in made:
+        engine.shutdown()
+
+
+def rows(track, name):
+    return [row.tolist() for row in track.segment.unpack(name)]
+
+
+def test_a_track_holds_all_turns_and_trains_what_the_model_wrote(play):
+    track, inner = play(["1 2", "7"], {(1, 2): [3, STOP], (7,): [0, STOP], (1, 2, 3, STOP, SAYS, 3): [0, 1, STOP]})
+    assert rows(track, "tokens") == [[3, STOP, SAYS, 3, 0, 1, STOP], [0, STOP]]
+    assert rows(track, "log_probs") == [[-1, -2, 0, 0, -1, -2, -3], [-1, -2]]
+    assert rows(track, "loss_mask") == [[True, True, False, False, True, True, True], [True, True]]
+    assert track.segment.status.tolist() == [SegmentStatus.COMPLETED] * 2 and track.segment.params == PARAMS
+    assert track.decoded.texts == ["0 1 9", "0 9"], "scorers judge the last turn"
+    assert [row[EPISODE]["reward"] for row in track.metadata] == [3.0, 0.0]
+    assert track.metadata[0][EPISODE]["transcript"] == [
+        {"role": "user", "content": "1 2"},
+        {"role": "assistant", "content": "3 9"},
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "0 1 9"},
+    ]
+    assert track.counts["turns"].tolist() == [2, 1] and track.counts["moves"].tolist() == [2, 1]
+    assert track.counts["written_tokens"].tolist() == [5, 2] and track.policy_versions.tolist() == [4, 4]
+    prompts = [row.tolist() for row in track.conditions["prompt"].unpack("tokens")]
+    assert prompts == [[1, 2], [7]], "the prompt is the first one"
+
+
+def test_every_request_continues_the_tokens_so_far_and_draws_other_numbers(play):
+    script = {(1, 2): [3, STOP], (1, 2, 3, STOP, SAYS, 3): [4, STOP]}
+    track, inner = play(["1 2"], script)
+    stream = [1, 2, *rows(track, "tokens")[0]]
+    for req in inner.asked:
+        given = req.request_conditions["prompt"].unpack("tokens")[0].tolist()
+        assert stream[: len(given)] == given
+    assert [req.sample_ids for req in inner.asked] == [["s0"], ["s0:turn:1"]], "the first turn is that of any sample"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "end", "status"),
+    [
+        ({(1,): [0, STOP]}, {}, "answered", SegmentStatus.COMPLETED),
+        ({(1,): [4, STOP]}, {}, "environment", SegmentStatus.TRUNCATED),
+        ({(1,): [3, 3, 3]}, {}, "length", SegmentStatus.TRUNCATED),
+        ({(1,): [3, STOP]}, {"max_turns": 1}, "turns", SegmentStatus.TRUNCATED),
+        ({(1,): [3, STOP]}, {"max_tokens": 6}, "tokens", SegmentStatus.TRUNCATED),
+        ({(1,): [5, STOP]}, {}, "failed", SegmentStatus.FAILED),
+    ],
+)
+def test_each_end_is_told_apart(play, script, options, end, status):
+    track, _ = play(["1"], script, **options)
+    assert track.metadata[0][EPISODE]["end"] == end and track.segment.status.tolist() == [status]
+    assert ("reason" in track.metadata[0][EPISODE]) == (end == "failed")
+
+
+def test_an_episode_may_grow_up_to_its_limit(play):
+    script = {(1,): [3, STOP], (1, 3, STOP, SAYS, 3): [0, 0, STOP]}
+    track, _ = play(["1"], script, max_tokens=7)
+    assert track.metadata[0][EPISODE]["end"] == "answered" and len(rows(track, "tokens")[0]) == 7
+
+
+def test_an_environment_that_fails_costs_its_own_episode_alone(play):
+    track, _ = play(["1 1", "2"], {(1, 1): [0, STOP], (2,): [0, STOP]})
+    assert [row[EPISODE]["end"] for row in track.metadata] == ["failed", "answered"]
+    assert "OSError: no board" in track.metadata[0][EPISODE]["reason"]
+
+
+def test_an_environment_may_begin_with_another_prompt(play):
+    track, _ = play(["3"], {(2, 2): [0, STOP]})
+    assert track.primitives["text"].texts == ["2 2"]
+    assert track.conditions["prompt"].tokens.tolist() == [2, 2]
+
+
+def test_greedy_episodes_have_no_log_probs(play):
+    track, _ = play(["1"], {(1,): [0, STOP]}, params=ARSamplingParams(temperature=0.0, max_new_tokens=3))
+    assert track.segment.log_probs is None
+
+
+def test_tools_are_offered_by_the_prompts_and_called_by_their_tokens(play):
+    tools = ToolUse({"calculator": Calculator()})
+    script = {(1,): [6, 1, 7], (2,): [6, 7, STOP], (2, 6, 7, STOP, SAYS, 0): [0, STOP]}
+    track, inner = play(["1"], script, environment=tools)
+    assert inner.codec.tools == tools.schemas
+    assert track.metadata[0][EPISODE]["end"] == "length", "a turn that is cut calls nothing"
+    _, inner = play(["1"], script, environment=tools, shows_tools=False)
+    assert inner.codec.tools is None
+
+
+def test_a_tokenizer_without_tags_is_refused(play):
+    with pytest.raises(ConfigError, match="the tokenizer has no token <call>, </call>"):
+        play([], {}, environment=ToolUse({"calculator": Calculator()}), call_tags=("<call>", "</call>"))
+
+
+class Ranks:
+    """A rank among others of a sharded model, which have `extra` turns of work after this one."""
+
+    policy_version = 0
+
+    def __init__(self, extra):
+        self.extra, self.asked = extra, []
+
+    def any_rank(self, value):
+        self.asked.append(value)
+        if value:
+            return True
+        self.extra -= 1
+        return self.extra >= 0
+
+
+def test_a_rank_whose_episodes_have_ended_generates_with_the_others(play):
+    codec = TalkingCodec()
+    inner = ScriptedEngine(codec, {(1,): [0, STOP], (1, 0, STOP): [0, STOP]})
+    ranks = Ranks(extra=2)
+    given: Any = ranks  # the part of a store that turns ask
+    engine = TurnsEngine(inner, codec, given, environment=Echo(), max_turns=4)
+    track = engine.generate(request(["1"], PARAMS)).root_track()
+    engine.shutdown()
+    assert rows(track, "tokens") == [[0, STOP]]
+    assert len(inner.asked) == 3 and ranks.asked == [True, False, False, False]
