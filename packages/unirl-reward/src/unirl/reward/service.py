@@ -24,13 +24,14 @@ from unirl.reward.compose import Aggregation, checked_weights, composed, failed_
 from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.episodes import EPISODE
+from unirl.types.errors import ConfigError, ContractError, RewardError, as_sentence
 from unirl.types.protocols.closing import Closeable
 from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request, reward_requests
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import Credit, RolloutResp, RolloutTrack
-from unirl.types.segments import TextSegment
+from unirl.types.segments import SegmentStatus, TextSegment
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class RewardService:
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = self._without_failed(own, self._scored_by_size(reward_requests(resp, track)))
         if self._elsewhere:
             scored = _completed(own, scored, self._all_weights, self.aggregation)
         if is_shaped and isinstance(own.segment, TextSegment):
@@ -147,12 +148,38 @@ class RewardService:
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = self._without_failed(own, self._scored_by_size(reward_requests(resp, track)))
         resp.tracks[track] = own.replace(
             component_rewards={**own.component_rewards, **scored.component_rewards},
             reward_errors=_first_errors(own.reward_errors, scored.errors),
         )
         resp.reward_compute_s += scored.compute_s
+
+    def _without_failed(self, track: RolloutTrack, scored: RewardResponse) -> RewardResponse:
+        """The answer without rewards for groups with an episode whose environment failed: what came of it says nothing
+        about the policy. Raises RewardError unless `on_failure` is drop_group."""
+        status = None if track.segment is None else track.segment.status
+        failed = [] if status is None else (status == SegmentStatus.FAILED).nonzero().flatten().tolist()
+        if not failed:
+            return scored
+        rows = track.metadata or [None] * track.batch_size
+        reasons = {row: str(((rows[row] or {}).get(EPISODE) or {}).get("reason")) for row in failed}
+        if self.on_failure != "drop_group":
+            row, reason = next(iter(reasons.items()))
+            raise RewardError(
+                f"{len(failed)} episodes failed, first {track.sample_ids[row]}: {as_sentence(reason)} Mend the "
+                "environment, or set reward.on_failure: drop_group, which replaces their groups by other prompts."
+            )
+        errors = [scored.errors[row] or reasons.get(row) for row in range(track.batch_size)]
+        num_dropped = _drop_groups(track.sample_ids, track.group_ids, errors)
+        is_known = torch.tensor([error is None for error in errors])
+        counters = scored.counters or {}
+        return scored.replace(
+            rewards=torch.where(is_known, scored.rewards, torch.nan),
+            successes=is_known.tolist(),
+            errors=errors,
+            counters={**counters, "dropped_groups": num_dropped},
+        )
 
     def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]]) -> RewardResponse:
         """The answer to requests about images of one size each, in the order of the rows that they ask about."""
