@@ -230,6 +230,7 @@ def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) ->
         engine=engine,
         sampling=_section(recipe, "sampling", found["sampling"]),
         advantages=advantages,
+        turns=_section(recipe, "turns", found["turns"]) if recipe.get("turns") else None,
     )
 
 
@@ -259,6 +260,7 @@ def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) 
             reads=part_of(node.get("reads") or {}, f"{at}.reads", found["reads"]),
             grows_from=parent,
             pool=node.get("pool"),
+            turns=part_of(node["turns"], f"{at}.turns", found["turns"]) if node.get("turns") else None,
         )
         policy.pipeline_of(str(track))
     unused = [name for name in policies if name not in {stage.policy for stage in made.values()}]

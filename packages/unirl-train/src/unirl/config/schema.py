@@ -109,6 +109,12 @@ _ENGINE = Component(
     own_keys=frozenset({"policy", "pool"}),
 )
 _STAGE_ENGINE = dataclasses.replace(_ENGINE, injected=_ENGINE.injected | {"track"}, own_keys=frozenset())
+_TURNS = Component(
+    kind="unirl.rollout.turns.engine.TurnsEngine",
+    default="unirl.rollout.turns.engine.TurnsEngine",
+    inner_kinds={"environment": "unirl.rollout.environments.base.Environment"},
+    injected=frozenset({"engine", "pipeline", "policies"}),
+)
 _SAMPLING = Component(
     kind="unirl.types.sampling.BaseSamplingParams", inner_kinds={"scheduler": "unirl.sde.windows.StepWindow"}
 )
@@ -150,6 +156,8 @@ class StageSections:
     sampling: Annotated[Node | None, _SAMPLING] = None
     """For a stage that grows from a track, `samples_per_prompt` is the number of samples per sample of that track."""
     advantages: Annotated[Node | None, _ADVANTAGES] = None
+    turns: Annotated[Node | None, _TURNS] = None
+    """The environment that it talks to; None: it writes once."""
 
 
 OF_STAGE = ("engine", "sampling", "advantages")
@@ -314,6 +322,8 @@ class Recipe:
     engine: Annotated[Node | None, _ENGINE] = None
     """`engine.policy` names the policy that it samples from, if there are several, and `engine.pool` the pool of its
     workers."""
+    turns: Annotated[Node | None, _TURNS] = None
+    """The environment that the engine takes turns with, see docs/environments.md; None: a sample is one turn."""
     stages: Mapping[str, StageSections] = dataclasses.field(default_factory=dict)
     """The stages of a request, by track; absent: one engine makes one track."""
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)

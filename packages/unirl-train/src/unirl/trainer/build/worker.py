@@ -62,7 +62,7 @@ def build_components(
     engines = {} if is_exported else {stage.at: _build_engine(run, stage, models, context) for stage in here}
     for policy in policies.values():
         _prepare_algorithms(run, policy, engines, reward, teachers if asks_teachers else None)
-    engine = _joined(run, engines, models)
+    engine = _joined(run, engines, models, context)
     if engine is not None:
         _announce(run, engine, reward)
     roles: dict[str, object] = {"reward": reward, "engine": engine}
@@ -159,7 +159,7 @@ def _build_beside_training(
         }
         engines = {stage.at: _build_engine(run, stage, models, context) for stage in here}
         made.update(engines)
-        made["engine"] = _joined(run, engines, models)
+        made["engine"] = _joined(run, engines, models, context)
         _announce(run, made["engine"], reward)
     return made
 
@@ -218,8 +218,16 @@ def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel],
     return build_part(part, components()["engine"], offered)
 
 
-def _joined(run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str, BuiltModel]) -> Built:
-    """The engine of this worker: the only one, or the joined engines of its stages; None if there are none."""
+def _joined(
+    run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str, BuiltModel], context: WorkerContext
+) -> Built:
+    """The engine of this worker: the only one, or the joined engines of its stages; None if there are none. One that
+    takes turns with an environment is wrapped in these."""
+    engines = {
+        stage.at: _taking_turns(stage, engines[stage.at], models, context)
+        for stage in run.stages
+        if stage.at in engines
+    }
     if not engines or not run.is_staged:
         return next(iter(engines.values()), None)
     built = {}
@@ -234,6 +242,18 @@ def _joined(run: ComposedRun, engines: Mapping[str, Built], models: Mapping[str,
             grows_from=stage.grows_from,
         )
     return instantiate({TARGET: STAGES_ENGINE}, stages=built)
+
+
+def _taking_turns(stage: Stage, engine: Built, models: Mapping[str, BuiltModel], context: WorkerContext) -> Built:
+    if stage.turns is None:
+        return engine
+    model = models[stage.policy]
+    offered = {
+        "engine": engine,
+        "pipeline": model.pipelines[model.plan.pipeline_name(str(stage.track))],
+        "policies": model.backend if isinstance(model, BuiltPolicy) else None,
+    }
+    return build_part(stage.turns, components(StageSections)["turns"], offered)
 
 
 def seed_everything(seed: int) -> None:
