@@ -3,7 +3,7 @@
 import os
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from unirl.rollout.environments.base import Environment, Step
 
@@ -12,7 +12,7 @@ class Counting(Environment[str, int]):
     """Observes the sum of the lengths of all actions so far, from the seed on. What an action says happens: "raise",
     "hang", "die", "die once", "nan", "other", "memory"."""
 
-    deterministic: ClassVar[bool] = True
+    deterministic = True
 
     def __init__(self, folder: str = "") -> None:
         self._folder = folder
@@ -57,11 +57,11 @@ class Fickle(Counting):
 class Forgetful(Counting):
     """Not deterministic."""
 
-    deterministic: ClassVar[bool] = False
+    deterministic = False
 
 
 class Saved(Counting):
     """Not deterministic, and can be saved."""
 
-    deterministic: ClassVar[bool] = False
-    resumable: ClassVar[bool] = True
+    deterministic = False
+    resumable = True

@@ -323,7 +323,7 @@ class Recipe:
     """`engine.policy` names the policy that it samples from, if there are several, and `engine.pool` the pool of its
     workers."""
     turns: Annotated[Node | None, _TURNS] = None
-    """The environment that the engine takes turns with, see docs/environments.md; None: a sample is one turn."""
+    """The environment that the engine takes turns with, see docs/guides/environments.md; None: a sample is one turn."""
     stages: Mapping[str, StageSections] = dataclasses.field(default_factory=dict)
     """The stages of a request, by track; absent: one engine makes one track."""
     policies: Mapping[str, PolicySections] = dataclasses.field(default_factory=dict)

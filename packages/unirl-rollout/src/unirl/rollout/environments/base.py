@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 Task = Mapping[str, Any]  # Any: a row of a user's data file
 """What an episode is about: the row's metadata, and its prompt under "prompt"."""
@@ -37,9 +37,9 @@ class Environment(ABC, Generic[ActionT, ObservationT]):
     `resumable`, else by the same seed and actions again where it sets `deterministic`; other episodes are lost.
     """
 
-    deterministic: ClassVar[bool] = False
+    deterministic: bool = False
     """True if the same task, seed and actions always give the same answers."""
-    resumable: ClassVar[bool] = False
+    resumable: bool = False
     """True if `save` and `restore` work."""
 
     def fresh(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jsonschema
 
@@ -25,8 +25,6 @@ class ToolUse(TextEnvironment):
     What is wrong with a call is told to the model and counted: it never ends the episode.
     """
 
-    deterministic: ClassVar[bool] = False
-
     def __init__(
         self,
         tools: Mapping[str, Tool],
@@ -41,6 +39,7 @@ class ToolUse(TextEnvironment):
         self._max_calls = max_calls
         self._max_chars = max_chars
         self._cost_per_call = cost_per_call
+        self.deterministic = all(tool.deterministic for tool in tools.values())
 
     @property
     def schemas(self) -> list[dict[str, Any]]:  # Any: JSON

@@ -120,9 +120,8 @@ class EnvironmentWorkers:
         step_timeout_s: float,
         memory_gb: float | None = None,
     ) -> None:
-        self._class = type(environment)
         wire.require_sendable(environment)
-        self._prototype = environment
+        self._prototype, self._name = environment, type(environment).__name__
         self._step_timeout_s = step_timeout_s
         self._memory_bytes = None if memory_gb is None else int(memory_gb * 2**30)
         self._num_workers = num_workers
@@ -182,7 +181,7 @@ class EnvironmentWorkers:
         if isinstance(said, Raised):
             self.close()
             raise ConfigError(
-                f"a process for {self._class.__name__} did not start within {_START_TIMEOUT_S:.0f} s: {said.reason}"
+                f"a process for {self._name} did not start within {_START_TIMEOUT_S:.0f} s: {said.reason}"
             )
 
     def _replace(self, worker: _Worker, why: str) -> None:
@@ -200,10 +199,10 @@ class EnvironmentWorkers:
             return None  # it has not begun
         if own.state is not None:
             calls: list[Call] = [Restore(name, own.state)]
-        elif self._class.deterministic:
+        elif self._prototype.deterministic:
             calls = [Reset(name, own.task, own.seed), *(Act(name, action) for action in own.actions)]
         else:
-            return Lost(f"its process ended, and {self._class.__name__} is neither deterministic nor resumable")
+            return Lost(f"its process ended, and {self._name} is neither deterministic nor resumable")
         worker.process.send(calls)
         last: Answered | Raised = Answered(None)
         for _ in calls:
@@ -213,7 +212,7 @@ class EnvironmentWorkers:
             if isinstance(last, Raised):
                 return Lost(f"it could not be restored: {last.reason}")
         if own.state is None and wire.digest(last.answer) != own.digest:
-            return Lost(f"{self._class.__name__} is declared deterministic, and gives other answers the second time")
+            return Lost(f"{self._name} is declared deterministic, and gives other answers the second time")
         return None
 
     # Calls -------------------------------------------------------------------------------------------------------

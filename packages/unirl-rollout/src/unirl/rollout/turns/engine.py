@@ -33,6 +33,8 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 End = Literal["answered", "length", "turns", "tokens", "environment", "failed"]
+_SECONDS = "environment_s"
+"""Count of the seconds that the environment took for a sample."""
 _STATUS: dict[str, SegmentStatus] = {"answered": SegmentStatus.COMPLETED, "failed": SegmentStatus.FAILED}
 
 
@@ -82,7 +84,7 @@ class _Episode:
             "end": self.end,
             "transcript": self.transcript,
             **({} if self.reason is None else {"reason": self.reason}),
-            **self.counts,
+            **{name: value for name, value in self.counts.items() if name != _SECONDS},
         }
 
 
@@ -187,7 +189,7 @@ class TurnsEngine(BaseRolloutEngine):
         episodes = [_Episode(tokens.tolist()) for tokens in prompt.unpack("tokens")]
         for episode, name, text in zip(episodes, names, texts, strict=True):
             episode.say("user", text)
-            episode.counts["environment_s"] = took_s / len(episodes)
+            episode.counts[_SECONDS] = took_s / len(episodes)
             first = opened[name]
             if isinstance(first, Lost):
                 episode.end, episode.reason = "failed", first.reason
@@ -239,7 +241,7 @@ class TurnsEngine(BaseRolloutEngine):
         took_s = time.perf_counter() - started
         bridges: dict[tuple[Message, ...], list[int]] = {}
         for name, episode in acting.items():
-            episode.counts["environment_s"] += took_s / len(acting)
+            episode.counts[_SECONDS] += took_s / len(acting)
             step = steps[name]
             if isinstance(step, Lost):
                 episode.end, episode.reason = "failed", step.reason

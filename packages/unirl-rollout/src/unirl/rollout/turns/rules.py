@@ -31,4 +31,13 @@ def failed_episodes_are_dropped(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (texts_take_turns, ranks_have_their_own_samples, failed_episodes_are_dropped)
+def lengths_are_of_turns(own: Part, run: Run) -> Messages:
+    """The soft punishment of overlong answers counts the tokens of a sample against the limit of one turn."""
+    if run.reward.get("truncated_reward") == "soft":
+        yield (
+            f"reward.truncated_reward: soft measures whole samples by sampling.max_new_tokens, which with {own.at} is "
+            "the limit of one turn. Set keep or zero."
+        )
+
+
+RULES = (lengths_are_of_turns, texts_take_turns, ranks_have_their_own_samples, failed_episodes_are_dropped)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
 
@@ -12,20 +13,17 @@ class ToolError(Exception):
     """What the model did wrong, or what a tool could not do, in words for the model. The episode goes on."""
 
 
-class Tool(Protocol):
-    """Something that a model calls by name. Runs in a process of environments; it is pickled once, and shared by all
+class Tool(ABC):
+    """Something that a model calls by name. It is pickled once to each process of environments, and shared by all
     episodes of a process."""
 
-    @property
-    def description(self) -> str:
-        """What it does, for the model."""
-        ...
+    description: ClassVar[str]
+    """What it does, for the model."""
+    parameters: ClassVar[Mapping[str, Any]]  # Any: JSON
+    """JSON schema of its arguments, an object."""
+    deterministic: ClassVar[bool] = False
+    """True if equal calls always have equal answers; then an episode survives the end of its process."""
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:  # Any: JSON
-        """JSON schema of its arguments, an object."""
-        ...
-
+    @abstractmethod
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:  # Any: JSON, as `parameters` says
-        """The answer. Raises ToolError with what the model is to be told."""
-        ...
+        """The answer. Raises ToolError with what the model is to be told; what else it raises fails the episode."""

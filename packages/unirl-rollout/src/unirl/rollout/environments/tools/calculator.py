@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.tools.base import ToolError
+from unirl.rollout.environments.tools.base import Tool, ToolError
 
 _MAX_CHARS = 200
 _MAX_BITS = 4096
@@ -25,8 +25,8 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-class Calculator:
-    """Sums, differences, products, quotients, remainders and powers of decimal numbers, in brackets. Implements Tool.
+class Calculator(Tool):
+    """Sums, differences, products, quotients, remainders and powers of decimal numbers, in brackets.
 
     Whole numbers are exact; other results have up to 12 decimal places.
     """
@@ -38,6 +38,7 @@ class Calculator:
         "required": ["expression"],
         "additionalProperties": False,
     }
+    deterministic: ClassVar[bool] = True
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:
         """The value. Raises ToolError if it is no such expression, or too long or large."""

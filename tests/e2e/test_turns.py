@@ -1,0 +1,104 @@
+"""Runs whose samples are episodes of several turns: equal by every engine and schedule, and whoever dies."""
+
+import importlib
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import stopping
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+from unirl.rollout.environments.tools.base import ToolError
+from unirl.rollout.environments.workers import EnvironmentWorkers
+from unirl.rollout.turns.calls import Turn
+from unirl.types.episodes import EPISODE
+
+SMALL = [
+    "batch_size=4",
+    "sampling.samples_per_prompt=16",
+    "stack.micro_batch_size=32",
+    "stack.num_updates_per_batch=2",
+    "engine.forward_batch_size=64",
+    "num_rollouts=3",
+    "eval.interval=0",
+    "eval.num_samples=8",
+    "eval.batch_size=8",
+    "samples.per_evaluation=4",
+    "guardrails.action=off",
+]
+OF_MACHINE = ("sync/", "schedule/", "/utilisation", "environment_s")
+REPLICA = [
+    "parts/engine=text_replica_cpu",
+    "algorithm.old_logp_source=replay",
+    'sync.canary_prompts=["37+58=", "90+4="]',
+    "sync.canary_tolerance=1.0e-4",
+]
+
+
+def run(run_dir, *words):
+    """Step -> metrics of training and of what was sampled."""
+    register_resolvers()
+    _, records = stopping.run(resolve(compose("worlds/tools/grpo", [*SMALL, *words])), run_dir)
+    return {
+        step: {name: value for name, value in found.items() if not any(part in name for part in OF_MACHINE)}
+        for step, found in ((step, stopping.comparable(own)) for step, own in records.items())
+    }
+
+
+def test_engines_and_schedules_have_the_same_bits(tmp_path):
+    direct = run(tmp_path / "direct", "algorithm.old_logp_source=replay")
+    assert run(tmp_path / "replica", *REPLICA) == direct
+    assert run(tmp_path / "ahead", *REPLICA, "schedule.kind=async", "schedule.max_staleness=0") == direct
+    assert max(value for step in direct.values() for name, value in step.items() if name.endswith("rollout/turns")) > 1
+
+
+def test_a_run_notices_no_death_of_its_environments(tmp_path, monkeypatch):
+    undisturbed = run(tmp_path / "undisturbed")
+    step, deaths = EnvironmentWorkers.step, []
+
+    def step_of_the_dying(self, actions):
+        os.kill(self.pids[len(deaths) % len(self.pids)], signal.SIGKILL)
+        deaths.append(self)
+        return step(self, actions)
+
+    monkeypatch.setattr(EnvironmentWorkers, "step", step_of_the_dying)
+    assert run(tmp_path / "dying", "+turns.num_workers=2") == undisturbed
+    assert len(deaths) > 5
+
+
+def test_records_have_what_each_side_said(tmp_path):
+    run(tmp_path, "media_interval=1", "num_rollouts=1")
+    records = [json.loads(line) for line in (tmp_path / "samples" / "rollout-000001.jsonl").read_text().splitlines()]
+    said = [record["metadata"][EPISODE]["transcript"] for record in records]
+    assert all(turns[0]["role"] == "user" and turns[1]["role"] == "assistant" for turns in said)
+    assert any(turns[2]["role"] == "tool" for turns in said if len(turns) > 2)
+
+
+def test_the_examples_of_the_guide_play(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/guides/environments.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", page, re.DOTALL):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tool, game = importlib.import_module("my_tools").Capital(), importlib.import_module("my_game").Guess(50)
+    assert tool({"country": "Peru"}, {}) == "Lima"
+    with pytest.raises(ToolError, match="no country 'Atlantis' is known"):
+        tool({"country": "Atlantis"}, {})
+    workers = EnvironmentWorkers(game, num_workers=1, step_timeout_s=20.0)
+    try:
+        assert workers.reset({"a": ({}, 7), "b": ({}, 7)})["a"][0].content == "Guess a number from 1 to 50."
+        low, high = 1, 50
+        while True:
+            guess = (low + high) // 2
+            step = workers.step(dict.fromkeys("ab", Turn(str(guess))))
+            assert step["a"] == step["b"], "a group begins equally"
+            if step["a"].terminated:
+                break
+            low, high = (low, guess - 1) if "high" in step["a"].observation[0].content else (guess + 1, high)
+        assert step["a"].reward == 1.0 and low <= guess <= high
+    finally:
+        workers.close()
