@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stopping
@@ -90,11 +91,12 @@ def test_the_examples_of_the_guide_play(tmp_path, monkeypatch):
         tool({"country": "Atlantis"}, {})
     workers = EnvironmentWorkers(game, num_workers=1, step_timeout_s=20.0)
     try:
-        assert workers.reset({"a": ({}, 7), "b": ({}, 7)})["a"][0].content == "Guess a number from 1 to 50."
+        begun: dict[str, Any] = workers.reset({"a": ({}, 7), "b": ({}, 7)})
+        assert begun["a"][0].content == "Guess a number from 1 to 50."
         low, high = 1, 50
         while True:
             guess = (low + high) // 2
-            step = workers.step(dict.fromkeys("ab", Turn(str(guess))))
+            step: dict[str, Any] = workers.step(dict.fromkeys("ab", Turn(str(guess))))
             assert step["a"] == step["b"], "a group begins equally"
             if step["a"].terminated:
                 break
