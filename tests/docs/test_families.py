@@ -39,8 +39,9 @@ CLAIM = re.compile(
 
 
 def families() -> list[str]:
-    """Every folder of models that has its own bundle, the bases that they share and the small policies that act apart."""
-    return sorted({path.parent.name for path in MODELS.glob("*/bundle.py")} - {"diffusers_pipeline", "packed", "action"})
+    """Every folder of models that has its own bundle, apart from shared bases and the small policies that act."""
+    apart = {"diffusers_pipeline", "packed", "action"}
+    return sorted({path.parent.name for path in MODELS.glob("*/bundle.py")} - apart)
 
 
 def rows() -> str:

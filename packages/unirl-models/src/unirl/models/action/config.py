@@ -56,7 +56,9 @@ class ActionConfig:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {as_sentence(error)} Give a folder of an ActionBundle.") from error
+            raise CheckpointError(
+                f"{path} cannot be read: {as_sentence(error)} Give a folder of an ActionBundle."
+            ) from error
         if not isinstance(values, Mapping) or values.get("model_type") != MODEL_TYPE:
             raise CheckpointError(f"{path} is of no policy that acts (model_type: {MODEL_TYPE}).")
         known = {field.name for field in dataclasses.fields(cls)}
