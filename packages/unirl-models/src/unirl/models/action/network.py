@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unirl.models.action.config import ActionConfig
 
 NUM_FREQUENCIES = 8
-"""Of the noise level, from 1 to e^4 in geometric steps."""
+"""Frequencies of the noise level, from 1 to e^4 in geometric steps."""
 
 
 class KeypointTrunk(nn.Module):

@@ -58,12 +58,12 @@ class _ActionPipeline(ABC):
 
     @property
     def image_shape(self) -> tuple[int, int, int] | None:
-        """Of the images that it sees."""
+        """[C, H, W] of the images that it sees; None if it sees none."""
         return self._bundle.config.image_shape
 
     @property
     def state_size(self) -> int | None:
-        """Of the states that it reads."""
+        """Numbers of the states that it reads; None if it reads none."""
         return self._bundle.config.state_size
 
     def features(self, seen: Observations) -> Tensor:
