@@ -39,10 +39,8 @@ def fit(
         if not parameter.requires_grad:
             continue
         (hidden if parameter.ndim >= 2 and is_hidden(name) else rest).append(parameter)
-    optimizers = [
-        Muon(hidden, lr=muon_rate),
-        torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    optimizers: list[torch.optim.Optimizer] = [Muon(hidden, lr=muon_rate)] if hidden else []
+    optimizers.append(torch.optim.AdamW(rest, lr=adam_rate, betas=(0.9, 0.98), weight_decay=0.0))
 
     def rate(step: int) -> float:
         return min(1.0, (step + 1) / warm_up, max(num_steps - step, 0) / (decay * num_steps))

@@ -12,7 +12,11 @@ def groups_have_several(own: Part, run: Run) -> Messages:
     for view in run.views():
         algorithms = [part for policy in view.policies.values() for part in policy.algorithms.values()]
         makes_tokens = view.sampling.ability("samples_tokens")
-        is_trained = any(makes_tokens is part.ability("trains_tokens") for part in algorithms)
+        acts = view.sampling.ability("samples_actions")
+        is_trained = any(
+            (makes_tokens, acts) == (part.ability("trains_tokens"), part.ability("trains_actions"))
+            for part in algorithms
+        )
         if view.advantages is own and is_trained and view.sampling.get("samples_per_prompt", 1) == 1:
             yield (
                 f"{view.sampling.at}.samples_per_prompt = 1: a group of one has no advantage, so nothing would be "

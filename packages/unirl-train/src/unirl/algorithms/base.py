@@ -19,7 +19,7 @@ from unirl.algorithms.traces import Traces
 from unirl.types.devices import widened
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutTrack
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
@@ -130,6 +130,8 @@ class StageAlgorithm(ABC):
     """True if a reference policy is needed whatever the penalty's weight."""
     trains_tokens: ClassVar[bool] = False
     """True if it trains on generated tokens instead of latents."""
+    trains_actions: ClassVar[bool] = False
+    """True if it trains on the actions of episodes."""
     requires_weights: ClassVar[bool] = False
     """True if advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
     teacher_option: ClassVar[str | None] = None
@@ -238,7 +240,7 @@ def row_chunks(num_rows: int, rows_per_forward: int | None) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
-ParamsT = TypeVar("ParamsT", DiffusionSamplingParams, ARSamplingParams)
+ParamsT = TypeVar("ParamsT", DiffusionSamplingParams, ARSamplingParams, ActionSamplingParams)
 
 
 def sampled_with(params: ParamsT | None, expected: ParamsT | None) -> ParamsT:

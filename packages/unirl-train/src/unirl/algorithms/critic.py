@@ -92,7 +92,8 @@ class LatentCritic(nn.Module):
 
 @bounded("algorithm.critic")
 class TokenCritic(nn.Module):
-    """V(text so far): a perceptron on the language model's last hidden state, before the next token is chosen.
+    """V(text so far): a perceptron on the language model's last hidden state, before the next token is chosen. Of a
+    policy that acts it is V(observation), on what the policy makes of one.
 
     hidden_size: D of the model. width: of the hidden layer. seed: of the starting weights, which do not depend on the
     global generator. The last layer starts at zero, so V = 0 everywhere. Computes in the dtype of its parameters.

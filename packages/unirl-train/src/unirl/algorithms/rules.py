@@ -22,12 +22,14 @@ def algorithm_has_its_steps(own: Part, run: Run) -> Messages:
 def samples_are_on_policy(own: Part, run: Run) -> Messages:
     """An estimator without importance weights uses the samples of the policy that is updated."""
     stack = run.policy_of(own).stack
-    updates = stack.get("num_updates_per_batch", 1)
+    updates, epochs = stack.get("num_updates_per_batch", 1), stack.get("num_epochs", 1)
     if updates > 1 and own.ability("is_on_policy"):
         yield (
             f"{own.name} serves one update per rollout, {stack.at}.num_updates_per_batch = {updates}. Set it to 1, "
             "and a smaller batch_size."
         )
+    if epochs > 1 and (own.ability("is_on_policy") or own.ability("requires_trajectory")):
+        yield f"{own.name} serves one update per rollout, {stack.at}.num_epochs = {epochs}. Set it to 1."
 
 
 def tokens_meet_their_parts(own: Part, run: Run) -> Messages:
@@ -40,6 +42,19 @@ def tokens_meet_their_parts(own: Part, run: Run) -> Messages:
         )
     elif trains and not run.modality.ability("trains_tokens"):
         yield f"{own.name} trains on tokens. Set modality._target_: unirl.trainer.text.TextModality."
+
+
+def actions_meet_their_parts(own: Part, run: Run) -> Messages:
+    """An algorithm on actions has episodes to train on, and the other way round."""
+    trains, samples = own.ability("trains_actions"), run.sampling.ability("samples_actions")
+    if trains != samples:
+        yield (
+            f"{own.name} trains on {'actions' if trains else 'no actions'}, but sampling._target_ = "
+            f"{run.sampling.path}. Choose an algorithm and a model of one kind (parts/model/action has what goes with "
+            "actions)."
+        )
+    elif trains and not run.modality.ability("trains_actions"):
+        yield f"{own.name} trains on actions. Set modality._target_: unirl.trainer.action.ActionModality."
 
 
 def trajectory_is_kept(own: Part, run: Run) -> Messages:
@@ -173,6 +188,7 @@ RULES = (
     algorithm_has_its_steps,
     samples_are_on_policy,
     tokens_meet_their_parts,
+    actions_meet_their_parts,
     trajectory_is_kept,
     trajectory_is_followed,
     reward_has_gradient,

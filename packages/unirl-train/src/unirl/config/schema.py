@@ -104,6 +104,7 @@ class PolicySections:
 
 _ENGINE = Component(
     kind="unirl.rollout.engine.base.BaseRolloutEngine",
+    inner_kinds={"environment": "unirl.rollout.environments.vector.VectorEnvironment"},
     injected=frozenset({"pipeline", "policies"}),
     if_taken=frozenset({"device", "rank", "bundle"}),
     own_keys=frozenset({"policy", "pool"}),

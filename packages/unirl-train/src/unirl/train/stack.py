@@ -67,6 +67,7 @@ class TrainStack:
         step.
     micro_batch_size: samples that a backward holds at once; the memory knob.
     num_updates_per_batch: optimizer steps that a rollout is used for, each on its own samples.
+    num_epochs: how often these steps are taken, with the anchor of the policy before the first one throughout.
     max_grad_norm: global L2 norm that gradients are clipped to.
     measures_balance: report the norm of each track's gradient and the cosines between them, see
         `unirl.train.gradient_balance`; a copy of the gradients per track.
@@ -82,6 +83,7 @@ class TrainStack:
         *,
         micro_batch_size: PositiveInt,
         num_updates_per_batch: PositiveInt = 1,
+        num_epochs: PositiveInt = 1,
         max_grad_norm: PositiveOrInf = 1.0,
         track: str | None = None,
         losses: Mapping[str, TrackLoss | Mapping[str, Any]] | None = None,  # Any: keywords of TrackLoss
@@ -89,7 +91,9 @@ class TrainStack:
     ) -> None:
         self._backend = backend
         self._micro_batch_size = micro_batch_size
-        self._num_updates = num_updates_per_batch
+        self._num_epochs = num_epochs
+        self._num_updates = num_updates_per_batch * num_epochs
+        """Updates of a rollout, all epochs."""
         self._max_grad_norm = max_grad_norm
         self._traces: Traces | None = None
         self._num_updates_done = 0
@@ -104,6 +108,12 @@ class TrainStack:
             )
         self._measures_balance = measures_balance
         own = track_losses(named, losses or {})
+        taking_turns = [name for name, loss in own.items() if loss.every > 1]
+        if num_epochs > 1 and taking_turns:
+            raise ConfigError(
+                f"stack.num_epochs = {num_epochs} repeats the updates of a rollout, in which {taking_turns} take turns "
+                "(stack.losses.<track>.every). Set num_epochs: 1, or every: 1."
+            )
         self._parts = [
             _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, own[name]) for name, algorithm in named.items()
         ]
@@ -216,14 +226,18 @@ class TrainStack:
         algorithm = part.algorithm
         slices = training_slices(
             track.batch_size,
-            len(updates),
+            len(updates) // self._num_epochs,
             part.loss.micro_batch_size or self._micro_batch_size,
             algorithm.samples_per_unit,
         )
         micros: list[list[MicroBatch]] = []
-        for update, micro_list in zip(updates, slices, strict=True):
+        for place, update in enumerate(updates):
+            own = place % len(slices)
+            if place >= len(slices) and (own > 0 or not algorithm.uses_anchor or algorithm.judges_update):
+                micros.append([replace(micro, update=update) for micro in micros[own]])
+                continue
             micros.append([])
-            for rows in micro_list:
+            for rows in slices[own]:
                 for same in self._of_one_size(track.select(rows), algorithm.samples_per_unit):
                     micro = MicroBatch(same, {}, update, progress, self._backend.policy_version, self._traces)
                     if algorithm.uses_anchor and (update > 0 or algorithm.judges_update):

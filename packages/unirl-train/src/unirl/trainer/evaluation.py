@@ -34,6 +34,7 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutReq
 from unirl.types.samples import SampleRecord
 from unirl.types.sampling import (
+    ActionSamplingParams,
     ARSamplingParams,
     BaseSamplingParams,
     DiffusionSamplingParams,
@@ -87,6 +88,7 @@ class EvaluationConfig:
     Images and videos: num_inference_steps and the three scales; None takes training's. post_solver: for every step, as
         `DiffusionSamplingParams.post_solver`.
     Texts: max_new_tokens, None takes training's. temperature: 0 is greedy.
+    Episodes: temperature: 0 takes the most probable actions, above 0 they are drawn.
     Runs of texts only: pass_at: values of k for pass@k. pass_samples: completions per prompt, at least the largest k.
         pass_prompts: prompts sampled. pass_metric: a completion is right if this score reaches pass_threshold.
         pass_temperature, pass_top_p: of these samples; a temperature of None takes training's.
@@ -154,6 +156,8 @@ class EvaluationConfig:
                 return self.latents(training)
             case ARSamplingParams():
                 return self.texts(training)
+            case ActionSamplingParams():
+                return self.actions(training)
             case StagedSamplingParams():
                 return StagedSamplingParams(stages={track: self.params(own) for track, own in training.stages.items()})
         raise ContractError(f"no evaluation is known of samples by {type(training).__name__}")
@@ -187,6 +191,17 @@ class EvaluationConfig:
             top_k=0,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens or training.max_new_tokens,
+        )
+
+    def actions(self, training: ActionSamplingParams) -> ActionSamplingParams:
+        """One episode per start: with temperature 0 (the default) by the most probable bins and without noise in a
+        flow's steps, else as in training but for the temperature of bins."""
+        return dataclasses.replace(
+            training,
+            samples_per_prompt=1,
+            seed=self.seed,
+            eta=training.eta if self.temperature > 0 else 0.0,
+            temperature=self.temperature,
         )
 
     def passes(self, training: ARSamplingParams) -> ARSamplingParams:

@@ -82,7 +82,8 @@ def _wrong_rows(path: str, run: Run) -> Messages:
 
 CONFIG = "unirl.trainer.evaluation.EvaluationConfig"
 OF_LATENTS = ("num_inference_steps", "guidance_scale", "guidance_scale_2", "distilled_guidance_scale", "post_solver")
-OF_TEXTS = ("temperature", "max_new_tokens")
+OF_TEXTS = ("max_new_tokens",)
+OF_DRAWS = ("temperature",)
 OF_TEXTS_ALONE = (
     *("pass_at", "pass_samples", "pass_prompts", "pass_metric", "pass_threshold", "pass_temperature", "pass_top_p"),
 )
@@ -93,11 +94,18 @@ def options_fit_what_is_sampled(own: Part, run: Run) -> Messages:
     """Every option applies to some kind of samples of the run."""
     if CONFIG not in (own.path, *own.lineage):
         return
-    kinds = {bool(stage.sampling.ability("samples_tokens")) for stage in run.stages}
+    acts = any(stage.sampling.ability("samples_actions") for stage in run.stages)
+    kinds = {
+        bool(stage.sampling.ability("samples_tokens"))
+        for stage in run.stages
+        if not stage.sampling.ability("samples_actions")
+    }
     made = "texts and images of them" if len(kinds) > 1 else "texts" if True in kinds else "images or videos"
+    made = "episodes" if acts else made
     for options, of, fits in (
         (OF_LATENTS, "images and videos", False in kinds),
         (OF_TEXTS, "texts", True in kinds),
+        (OF_DRAWS, "texts", True in kinds or acts),
         (OF_TEXTS_ALONE, "texts that are scored themselves", kinds == {True} and not run.is_staged),
         (OF_SEVERAL, "images of texts that a model writes", len(kinds) > 1),
     ):

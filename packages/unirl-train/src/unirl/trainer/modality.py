@@ -22,6 +22,8 @@ class Modality(ABC, Generic[ParamsT]):
 
     trains_tokens: ClassVar[bool] = False
     """True if the samples are tokens."""
+    trains_actions: ClassVar[bool] = False
+    """True if the samples are episodes."""
 
     @abstractmethod
     def prepare(

@@ -20,7 +20,13 @@ from unirl.types.errors import ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import DiffusionPlan, RolloutReq
-from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams, StagedSamplingParams
+from unirl.types.sampling import (
+    ActionSamplingParams,
+    ARSamplingParams,
+    BaseSamplingParams,
+    DiffusionSamplingParams,
+    StagedSamplingParams,
+)
 
 
 def unique_ids(ids: Sequence[str]) -> list[str]:
@@ -134,6 +140,8 @@ def pinned_request(
     ContractError for unknown sampling parameters."""
     if isinstance(params, ARSamplingParams):
         return build_text_request(rows, params, rollout_id=rollout_id)
+    if isinstance(params, ActionSamplingParams):
+        return RolloutReq(**repeated(rows, params.samples_per_prompt), sampling_params=params, rollout_id=rollout_id)
     if isinstance(params, DiffusionSamplingParams):
         resolved, sigmas, shape = _pinned(runtime, params, rollout_id)
         return build_request(rows, resolved, sigmas=sigmas, latent_shape=shape, rollout_id=rollout_id)

@@ -11,6 +11,7 @@ import torch
 
 from unirl.distributed.held import Held
 from unirl.tracking.video import STRIP_FRAMES
+from unirl.types.actions import ActionSegment
 from unirl.types.batch import rows_by
 from unirl.types.media import Audios, ImageLists, Images, Primitive, SizedImages, Texts, Videos, pixel_bytes
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -176,7 +177,7 @@ def _drawn_from(track: RolloutTrack, row: int) -> str | None:
 
 
 def _end(track: RolloutTrack, row: int) -> str | None:
-    if not isinstance(track.segment, TextSegment):
+    if not isinstance(track.segment, (TextSegment, ActionSegment)):
         return None
     status = track.segment.status
     return SegmentStatus(SegmentStatus.COMPLETED if status is None else int(status[row])).name.lower()

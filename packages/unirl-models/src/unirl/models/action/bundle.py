@@ -17,6 +17,7 @@ from unirl.models.merged_export import check_fits, export_folder
 from unirl.types.bounds import Seed, bounded
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.precision import dtype_named
+from unirl.types.storage import open_to_umask
 
 
 @bounded("bundle")
@@ -31,7 +32,7 @@ class ActionBundle(Bundle):
     """
 
     recipe_rules: ClassVar[str] = "unirl.models.action.rules"
-    index_file: ClassVar[str] = CONFIG_FILE
+    index_file: ClassVar[str] = "config.json"
     component: ClassVar[str] = "policy"
     """Name of the module that trains."""
     block_class_names: tuple[str, ...] = ("KeypointTrunk", "StateTrunk", "FlowHead", "BinsHead")
@@ -71,6 +72,7 @@ class ActionBundle(Bundle):
         target.mkdir(parents=True, exist_ok=True)
         save_file(weights, target / WEIGHTS_FILE)
         (target / CONFIG_FILE).write_text(self.config.as_json(), encoding="utf-8")
+        open_to_umask(target)
 
     def _load(self, path: Path) -> None:
         if not path.is_file():

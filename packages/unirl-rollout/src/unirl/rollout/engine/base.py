@@ -69,6 +69,8 @@ class BaseRolloutEngine(ABC):
     """True if the model receives the audio of a request."""
     takes_sizes: ClassVar[bool] = False
     """Diffusion only: True if a stage may draw each image at a different size."""
+    plays_episodes: ClassVar[bool] = False
+    """True if it plays episodes in an environment."""
     needs_images: ClassVar[bool] = False
     """True if it takes images from the data (`unirl.types.preference`) instead of sampling them."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,18 @@ from unirl.types.reward import RewardRequest
 
 
 class EpisodeReturnScorer(LocalScorer):
-    """The sum of the rewards of an episode's steps, as its environment gave them (`turns.environment`).
+    """The sum of the rewards of an episode's steps, as its environment gave them (`turns.environment`, of a policy that
+    acts `engine.environment`).
 
     key: another number of the episode, such as "calls" or "turns".
     """
 
+    reads_media: ClassVar[bool] = False
     card = ScorerCard(
         name="episode_return",
         summary="what the environment of an episode gave",
         media=("text", "video"),
-        needs="turns.environment",
+        needs="turns.environment or engine.environment",
         typical="as the environment gives",
         source="yours",
     )
@@ -42,6 +46,6 @@ class EpisodeReturnScorer(LocalScorer):
             found = sorted(episode) if isinstance(episode, dict) else "no episode"
             raise ContractError(
                 f"scorer {self.name} reads {self._key!r} of an episode, and a sample has {found}. Give the recipe "
-                "turns.environment, or name a number that its environment counts."
+                "turns.environment or engine.environment, or name a number that its environment counts."
             )
         return float(episode[self._key])

@@ -1,0 +1,27 @@
+"""What algorithms on actions need of the rest of a recipe. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from unirl.types.recipe import Messages, Part, Run
+
+
+def rewards_are_plain(own: Part, run: Run) -> Messages:
+    """A critic of decisions gets the rewards of episodes as they are."""
+    if not own.ability("learns_value"):
+        return
+    center, scale = run.advantages.node.get("center", "group"), run.advantages.node.get("scale", "group")
+    if (center, scale) != ("none", "none"):
+        yield (
+            f"{own.name} takes the reward of an episode as it is, to find what each decision earned of it, but "
+            f"{run.advantages.at} has center: {center} and scale: {scale}. Set both to none."
+        )
+
+
+def estimator_fits(own: Part, run: Run) -> Messages:
+    """A penalty on actions has an estimator from log-probs."""
+    estimator = own.get("kl_estimator")
+    if estimator not in (None, "k1", "k2", "k3"):
+        yield f"{own.at}.kl_estimator = {estimator}: actions have k1, k2 and k3. Set one of them."
+
+
+RULES = (rewards_are_plain, estimator_fits)
