@@ -92,7 +92,7 @@ def curves() -> set[str]:
     for page in CURVES:
         for line in page.read_text(encoding="utf-8").splitlines():
             if re.search(r"(?<!\d)\.\d{2,3}\b", line) or "held-out" in line:
-                found |= set(re.findall(r"worlds/\w+/\w+(?=`)", line))
+                found |= set(re.findall(r"(?:worlds/\w+|vla)/\w+(?=`)", line))
     return found
 
 

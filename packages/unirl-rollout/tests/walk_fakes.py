@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,18 +25,27 @@ LENGTH = 5
 class Walk(gym.Env[Any, Any]):
     """The state is (seed, moves so far, sum of the moves). Ends after LENGTH + seed moves; the reward is the move.
 
-    fault: what goes wrong at the third move, if anything. ends: "terminated" or "truncated".
+    fault: what goes wrong at the third move, if anything; only: in the episode with this seed alone.
+    ends: "terminated" or "truncated".
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
 
-    def __init__(self, fault: str | None = None, ends: str = "terminated", render_mode: str | None = None) -> None:
+    def __init__(
+        self,
+        fault: str | None = None,
+        only: int | None = None,
+        ends: str = "terminated",
+        render_mode: str | None = None,
+    ) -> None:
         self.observation_space = gym.spaces.Box(-1e6, 1e6, (3,), np.float32)
         self.action_space = gym.spaces.Box(np.array([-1], np.float32), np.array([3], np.float32))
-        self.fault, self.ends, self.render_mode = fault, ends, render_mode
+        self.fault, self.only, self.ends, self.render_mode = fault, only, ends, render_mode
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
+        if self.fault == "no start":
+            raise ValueError("no table")
         self.state = np.array([seed or 0, 0, 0], np.float32)
         return self.state.copy(), {}
 
@@ -43,7 +54,11 @@ class Walk(gym.Env[Any, Any]):
         is_over = self.state[1] >= LENGTH + self.state[0]
         observation: Any = self.state.copy()
         reward = float(action[0])
-        if self.state[1] == 3:
+        if self.state[1] == 3 and self.only in (None, self.state[0]):
+            if self.fault == "hangs":
+                time.sleep(60)
+            if self.fault == "dies":
+                os._exit(3)
             if self.fault == "raises":
                 raise ValueError("the arm is stuck")
             observation = {"nan": observation * np.nan, "shape": observation[:2]}.get(str(self.fault), observation)

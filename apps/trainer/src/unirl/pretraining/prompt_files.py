@@ -48,6 +48,18 @@ def write_split(
         write_rows(folder / f"{name}.jsonl", rows)
 
 
+def write_starts(folder: Path, world: str, prompt: str, seeds: Mapping[str, Sequence[int]]) -> None:
+    """Write `NAME.jsonl` for each of `seeds`: rows of prompt, prompt_id and metadata.seed, the seed of an episode's
+    start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, own in seeds.items():
+        rows = [
+            {"prompt": prompt, "prompt_id": f"{world}-{name}-{index:04d}", "metadata": {"seed": seed}}
+            for index, seed in enumerate(own)
+        ]
+        write_rows(folder / f"{name}.jsonl", rows)
+
+
 def write_from_command_line(write: Callable[[Path], None], description: str | None) -> None:
     """Call `write` with the folder that a command line names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -88,8 +88,6 @@ class Played:
 class VectorEnvironment(ABC):
     """Plays episodes side by side. A recipe names its class at `engine.environment`."""
 
-    recipe_rules: ClassVar[str] = "unirl.rollout.environments.rules"
-    """Module with the rules of recipes, see `unirl.types.recipe`."""
     action_size: ClassVar[int | None] = None
     """D where the class knows it, for `trainer check`; so are the two below."""
     image_shape: ClassVar[tuple[int, int, int] | None] = None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from unirl.types.recipe import Messages, Part, Run
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirl.types.errors import UniRLError
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+SIZES = ("action_size", "image_shape", "state_size")
+"""What a policy and its environment agree on, by the names that both have."""
+GYMNASIUM = "unirl.rollout.environments.gymnasium.GymnasiumEnvironment"
 
 
 def actions_are_sampled(own: Part, run: Run) -> Messages:
     """Episodes are played by the sampling of actions."""
-    if not run.sampling.takes_any and not run.sampling.ability("samples_actions"):
+    if not run.sampling.ability("samples_actions"):
         yield (
             f"{own.name} plays episodes, but {run.sampling.at}._target_ = {run.sampling.path}. Set it to "
             "unirl.types.sampling.ActionSamplingParams."
@@ -17,10 +28,94 @@ def actions_are_sampled(own: Part, run: Run) -> Messages:
 def environment_is_named(own: Part, run: Run) -> Messages:
     """There is an environment, and it has a class."""
     if own.inner.get("environment") is None:
+        yield f"{own.at}.environment has no _target_. Set it to {GYMNASIUM} with an id, or to one of your own."
+
+
+def environment_fits_by_its_class(own: Part, run: Run) -> Messages:
+    """A policy whose shape the recipe says fits an environment whose class says its sizes."""
+    environment = own.inner.get("environment")
+    if environment is None:
+        return
+    known = {name: environment.ability(name) for name in SIZES}
+    if any(value is not None for value in known.values()):
+        yield from _misfits(own, run, run.policy.bundle.node.get("config"), known)
+
+
+def ranks_have_their_own_episodes(own: Part, run: Run) -> Messages:
+    """Ranks that work on the same samples would each play them."""
+    for policy in run.policies.values():
+        if policy.ranks_per_sample > 1:
+            yield (
+                f"{policy.backend.at}.topology.sp = {policy.ranks_per_sample}: ranks that share samples would each "
+                "play their episodes. Set sp: 1."
+            )
+
+
+def lost_episodes_are_dropped(own: Part, run: Run) -> Messages:
+    """An episode whose environment was lost has no reward, however often it is asked for."""
+    if run.reward.get("on_failure") == "retry":
         yield (
-            f"{own.at}.environment has no _target_. Set it to "
-            "unirl.rollout.environments.gymnasium.GymnasiumEnvironment with an id, or to your own VectorEnvironment."
+            f"reward.on_failure: retry would score an episode again whose environment ({own.at}.environment) was lost, "
+            "to no avail. Set drop_group, or raise to stop at the first."
         )
 
 
-RULES = (actions_are_sampled, environment_is_named)
+def environment_is_here(own: Part, run: Run, machine: Machine) -> Messages:
+    """An environment of gymnasium exists on this machine, and its policy fits it."""
+    environment = own.inner.get("environment")
+    if environment is None or not environment.ability("is_gymnasium"):
+        return
+    if importlib.util.find_spec("gymnasium") is None:
+        yield (
+            f"{own.at}.environment: {environment.name} needs gymnasium. Install it with: pip install "
+            "'unirl-rollout[gymnasium]'"
+        )
+        return
+    from unirl.rollout.environments.gymnasium import GymnasiumEnvironment  # gymnasium is optional
+
+    keywords = {key: environment.node[key] for key in ("id", "options", "max_moves") if key in environment.node}
+    try:
+        made = GymnasiumEnvironment(**keywords)
+    except UniRLError as error:
+        yield str(error)
+        return
+    spaces = made.spaces
+    made.close()
+    known = {name: getattr(spaces, name) for name in SIZES}
+    config = run.policy.bundle.node.get("config") or _stored(run.policy.bundle.node.get("pretrained_model"))
+    yield from _misfits(own, run, config, known)
+
+
+def _stored(folder: object) -> Mapping[str, Any] | None:
+    """The config.json of a checkpoint; None where there is none, which other rules say."""
+    try:
+        values = json.loads((Path(str(folder)).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, Mapping) else None
+
+
+def _misfits(own: Part, run: Run, config: object, known: Mapping[str, Any]) -> Messages:
+    if not isinstance(config, Mapping) or "action_size" not in config:
+        return
+    for name in SIZES:
+        wanted, found = _plain(config.get(name)), _plain(known[name])
+        if wanted != found:
+            yield (
+                f"{run.policy.bundle.at}: the policy has {name} = {wanted}, {own.at}.environment {found}. Give the "
+                "environment a policy that was made for it."
+            )
+
+
+def _plain(value: Any) -> Any:  # Any: a number, or a shape in whatever sequence
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+RULES = (
+    actions_are_sampled,
+    environment_is_named,
+    environment_fits_by_its_class,
+    ranks_have_their_own_episodes,
+    lost_episodes_are_dropped,
+)
+MACHINE_RULES = (environment_is_here,)

@@ -1,0 +1,1 @@
+"""Starts for gymnasium's CartPole, which a policy learns from nothing by its state."""
