@@ -88,7 +88,7 @@ MISTAKES = [
     ),
     (
         {"policies.writer.engine._target_": "unirl.rollout.engine.replica.text.ReplicaTextEngine"},
-        "ReplicaTextEngine has weights of its own and would sample from the untrained policy for ever. Set "
+        "ReplicaTextEngine has weights of its own and would sample from the untrained policy to the end. Set "
         "policies.writer.sync._target_: ",
     ),
     (

@@ -840,6 +840,13 @@ def test_unknown_recipe_suggests_the_nearest():
     assert packaged_name("shapes/nft") == "worlds/shapes/nft"
 
 
+def test_a_run_that_is_not_there_is_called_so():
+    expected = "unknown recipe 'elsewhere'. There is no folder of a run of this name either. Recipes: trainer list"
+    with pytest.raises(ConfigError) as caught:
+        packaged_name("elsewhere")
+    assert str(caught.value) == expected
+
+
 def test_environment_variables_enter_through_the_recipe_only(monkeypatch):
     register_resolvers()
     monkeypatch.setenv("PRETRAINED_MODEL", "owner/model")

@@ -48,7 +48,11 @@ def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
         raise ConfigError(f"recipe {recipe!r} may be any of {', '.join(meant)}. Write more of its name.")
     length = recipe.count("/") + 1
     known = [*names, *("/".join(name.split("/")[-length:]) for name in names)]
-    raise ConfigError(f"unknown recipe {recipe!r}. {did_you_mean(recipe, known)} See them all with: trainer list")
+    near = did_you_mean(recipe, known)
+    hint = f" {near}" if near.startswith("Did") else ""  # of so many, the first few names say nothing
+    raise ConfigError(
+        f"unknown recipe {recipe!r}.{hint} There is no folder of a run of this name either. Recipes: trainer list"
+    )
 
 
 def _meant(recipe: str, names: Sequence[str]) -> list[str]:

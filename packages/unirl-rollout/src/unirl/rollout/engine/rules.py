@@ -25,7 +25,7 @@ def engine_gets_its_weights(own: Part, run: Run) -> Messages:
     has_own, policy = own.ability("has_own_weights"), run.policy
     if has_own and policy.sync is None and policy.trains:
         yield (
-            f"{own.name} has weights of its own and would sample from the untrained policy for ever. Set "
+            f"{own.name} has weights of its own and would sample from the untrained policy to the end. Set "
             f"{policy.prefix}sync._target_: unirl.distributed.weight_sync.full.FullWeightSync (or .lora.LoraWeightSync "
             "with max_lora_rank)."
         )
