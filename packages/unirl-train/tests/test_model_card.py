@@ -47,7 +47,7 @@ def test_the_card_of_a_lora_names_base_recipe_data_figures_and_versions(tmp_path
     assert text.startswith(
         f"---\n{front}\n---\n\n# diffusion/mine, rollout 20\n\nA LoRA (rank 4, alpha 8) of `org/base`"
     )
-    assert 'pipe.load_lora_weights(".")' in text
+    assert 'DiffusionPipeline.from_pretrained("org/base")\npipe.load_lora_weights(".")' in text
     assert "| reward | pick (p.Pick), weight 0.5 |" in text and "content abc123" in text
     assert "| mean | after 0 rollouts | after 10 rollouts |" in text, "the newest figures up to the checkpoint"
     assert "| reward | 0.2500 | 0.5000 |\n| pick/x | - | 1.0000 |" in text
@@ -55,6 +55,14 @@ def test_the_card_of_a_lora_names_base_recipe_data_figures_and_versions(tmp_path
     assert "Of the training: torch 1.2.3." in text
     recipe = json.loads(text.split("```json\n")[1].split("\n```")[0])
     assert recipe == {name: value for name, value in RECIPE.items() if name not in ("run_dir", "trackers")}
+
+
+def test_the_card_of_a_lora_on_a_packaged_model_names_its_world(tmp_path):
+    (tmp_path / "shapes" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    text = card(tmp_path, {**RECIPE, "bundle": {"pretrained_model": str(tmp_path / "shapes" / "checkpoint")}})
+    assert "A LoRA (rank 4, alpha 8) of `shapes/checkpoint`, trained" in text
+    assert 'DiffusionPipeline.from_pretrained("PATH/TO/shapes/checkpoint")' in text
 
 
 def test_the_card_of_a_model_without_a_base_names_its_class_and_no_base(tmp_path):

@@ -44,12 +44,13 @@ def write_model_card(
     in training. If the run has not ended there is no summary, and the card shows the versions of this process and says
     so.
     """
-    library, usage = _loading(folder)
     of_policies = policy_sections(recipe)
     prefix, sections = of_policies[policy]
     base = sections["bundle"].get("pretrained_model")
+    is_on_hub = bool(base) and not Path(str(base)).exists() and is_hub_id(str(base))
+    library, usage = _loading(folder, f'"{base if is_on_hub else f"PATH/TO/{_shown(base)}"}"')
     front = [f"library_name: {library}"] if library else []
-    if base and not Path(str(base)).exists() and is_hub_id(str(base)):  # which model hubs link to
+    if is_on_hub:  # which model hubs link to
         front.append(f"base_model: {base}")
     front += ["tags:", "- unirl", "- reinforcement-learning", *([] if merged else ["- lora"])]
     sections = [
@@ -84,11 +85,11 @@ def _origin(bundle: Values) -> str:
     return f"`{_shown(base)}`, trained with reinforcement learning by UniRL. The base model's licence applies."
 
 
-def _loading(folder: Path) -> tuple[str | None, str | None]:
-    """The library of an export, recognised by its files, and the code that loads it."""
+def _loading(folder: Path, base: str) -> tuple[str | None, str | None]:
+    """The library of an export, recognised by its files, and the code that loads it. base: the base model, quoted."""
     if (folder / "pytorch_lora_weights.safetensors").is_file():
         return "diffusers", (
-            "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(base_model)\n"
+            f"from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained({base})\n"
             'pipe.load_lora_weights(".")  # this folder'
         )
     if (folder / "model_index.json").is_file():
@@ -116,11 +117,11 @@ def _loading(folder: Path) -> tuple[str | None, str | None]:
             )
             return "peft", (
                 f"from peft import PeftModel\nfrom unirl.models.{module}.bundle import {name}\n\n"
-                f'bundle = {name}(base_model)  # the model above\nPeftModel.from_pretrained(bundle.{part}, ".")'
+                f'bundle = {name}({base})  # the base model\nPeftModel.from_pretrained(bundle.{part}, ".")'
                 "  # adapts it in place"
             )
         return "peft", (
-            "from peft import PeftModel\n\n# base_model: the model above, loaded by transformers\n"
+            f"from peft import PeftModel\n\n# base_model: {base}, loaded by transformers\n"
             'model = PeftModel.from_pretrained(base_model, ".")  # this folder'
         )
     if (folder / "config.json").is_file():
@@ -190,9 +191,11 @@ def _recipe(recipe: Values) -> str:
 
 
 def _shown(place: object) -> str:
-    """A hub id unchanged, a local file or folder by its last part."""
+    """A hub id unchanged, a local file or folder by its last part, or two where the last says nothing."""
     path = Path(str(place)).expanduser()
-    return path.name if path.is_absolute() or path.exists() else str(place)
+    if not path.is_absolute() and not path.exists():
+        return str(place)
+    return "/".join(path.parts[-2:]) if path.name == "checkpoint" else path.name
 
 
 def _without_folders(value: Any) -> Any:  # Any: a recipe's values
