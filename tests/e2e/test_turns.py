@@ -40,10 +40,10 @@ REPLICA = [
 ]
 
 
-def run(run_dir, *words):
+def run(run_dir, *words, recipe="worlds/tools/grpo"):
     """Step -> metrics of training and of what was sampled."""
     register_resolvers()
-    _, records = stopping.run(resolve(compose("worlds/tools/grpo", [*SMALL, *words])), run_dir)
+    _, records = stopping.run(resolve(compose(recipe, [*SMALL, *words])), run_dir)
     return {
         step: {name: value for name, value in found.items() if not any(part in name for part in OF_MACHINE)}
         for step, found in ((step, stopping.comparable(own)) for step, own in records.items())
@@ -104,3 +104,15 @@ def test_the_examples_of_the_guide_play(tmp_path, monkeypatch):
         assert step["a"].reward == 1.0 and low <= guess <= high
     finally:
         workers.close()
+
+
+def test_fine_tuning_on_conversations_lowers_their_loss_and_samples_for_evaluations_alone(tmp_path):
+    words = ["batch_size=32", "sampling.samples_per_prompt=1", "stack.num_updates_per_batch=1", "num_rollouts=6"]
+    found = run(tmp_path, *words, "media_interval=6", recipe="sft/tools")
+    losses = [found[step]["train/loss"] for step in range(1, 7)]
+    assert losses[-1] < 0.7 * losses[0]
+    ends = {}
+    for name in ("rollout-000006", "eval-000006"):
+        lines = (tmp_path / "samples" / f"{name}.jsonl").read_text().splitlines()
+        ends[name] = {json.loads(line)["metadata"][EPISODE]["end"] for line in lines}
+    assert ends["rollout-000006"] == {"given"} and "given" not in ends["eval-000006"]

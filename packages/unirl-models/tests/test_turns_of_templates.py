@@ -131,3 +131,33 @@ def test_any_text_keeps_its_characters_and_becomes_no_added_token(pieces: list[s
 
 
 QWEN3 = of_family("qwen3")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_conversation_is_what_a_rollout_of_it_would_be(name: str) -> None:
+    own = of_family(name)
+    turns = ["<tool_call>\n{}\n</tool_call>", "the answer is 42"]
+    found = own.conversation(
+        [Message("user", "add"), Message("assistant", turns[0]), Message("tool", "42"), Message("assistant", turns[1])]
+    )
+    assert found.prompt == own.prompt_tokens("add")
+    written = [own.bundle.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+    (end,) = own.bundle.eos_token_ids
+    bridge = own.bridge([Message("tool", "42")])
+    assert found.tokens == [*written[0], end, *bridge, *written[1], end]
+    first, last = (len(turn) + 1 for turn in written)
+    assert found.is_written == [*[True] * first, *[False] * len(bridge), *[True] * last]
+
+
+def test_a_system_message_of_a_conversation_replaces_the_pipelines() -> None:
+    own = adapter((TEMPLATES / "qwen3.jinja").read_text(), system_prompt="be brief")
+    said = [Message("user", "hi"), Message("assistant", "hello")]
+    assert "be brief" in own.text_of(own.conversation(said).prompt)
+    prompt = own.text_of(own.conversation([Message("system", "be kind"), *said]).prompt)
+    assert "be kind" in prompt and "be brief" not in prompt
+
+
+def test_a_base_model_is_fine_tuned_on_plain_texts() -> None:
+    own = adapter(None)
+    found = own.conversation([Message("user", "1+2="), Message("assistant", "3")])
+    assert own.text_of(found.prompt) == "1+2=" and found.tokens[-1] == own.bundle.eos_token_ids[0]

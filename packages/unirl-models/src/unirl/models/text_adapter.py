@@ -17,7 +17,7 @@ from unirl.models.token_scores import ScoringHead
 from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.messages import Message
+from unirl.types.messages import ASSISTANT, Conversation, Message
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -210,18 +210,11 @@ class TextAdapter:
                 "tokenizer has one, and leave chat_template unset."
             )
         marks = [f"<<message {place} of {len(messages)}>>" for place in range(len(messages))]
-        rendered = self.bundle.tokenizer.apply_chat_template(
-            [
-                {"role": "user", "content": "question"},
-                {"role": "assistant", "content": _WRITTEN},
-                *({"role": each.role, "content": mark} for each, mark in zip(messages, marks, strict=True)),
-            ],
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._template_kwargs,
+        rest = self._rendered_behind(
+            [{"role": each.role, "content": mark} for each, mark in zip(messages, marks, strict=True)]
         )
+        rest = rest[self._end_of_turn(rest)[0] :]
         tokens: list[int] = []
-        rest = self._behind_turn(rendered)
         for each, mark in zip(messages, marks, strict=True):
             before, found, rest = rest.partition(mark)
             if not found:
@@ -231,6 +224,41 @@ class TextAdapter:
             tokens += self.bundle.tokenizer(before, add_special_tokens=False)["input_ids"]
             tokens += self._plain_tokens(each.content)
         return tokens + self.bundle.tokenizer(rest, add_special_tokens=False)["input_ids"]
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """Tokens of a whole conversation, as a rollout of it would have them. Raises as `bridge`."""
+        first = next(place for place, each in enumerate(messages) if each.role == ASSISTANT)
+        tokens: list[int] = []
+        is_written: list[bool] = []
+        between: list[Message] = []
+        for each in messages[first:]:
+            if each.role != ASSISTANT:
+                between.append(each)
+                continue
+            bridge = self.bridge(between) if tokens else []
+            own = self.bundle.tokenizer(each.content, add_special_tokens=False)["input_ids"]
+            tokens += [*bridge, *own, self._turn_end()]
+            is_written += [False] * len(bridge) + [True] * (len(own) + 1)
+            between = []
+        return Conversation(self._opening(messages[:first]), tokens, is_written)
+
+    def _opening(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the messages before the model's first turn."""
+        if not self.uses_template:
+            return self.prompt_tokens("".join(each.content for each in messages))
+        said = [{"role": each.role, "content": each.content} for each in messages]
+        if self._system_prompt is not None and said[0]["role"] != "system":
+            said.insert(0, {"role": "system", "content": self._system_prompt})
+        rendered = self.bundle.tokenizer.apply_chat_template(
+            said, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+        )
+        return self.bundle.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+    def _turn_end(self) -> int:
+        """The token that ends a turn of the model."""
+        if not self.uses_template:
+            return self.bundle.tokenizer.eos_token_id
+        return self._end_of_turn(self._rendered_behind([]))[1]
 
     def _plain_tokens(self, text: str) -> list[int]:
         """Tokens of a text none of which is an added one: special tokens and tags that it spells are cut in two."""
@@ -243,18 +271,31 @@ class TextAdapter:
         pieces.append(text[start:])
         return [token for piece in pieces for token in self.bundle.tokenizer(piece, **_PLAIN)["input_ids"]]
 
-    def _behind_turn(self, rendered: str) -> str:
-        """What the template writes after the end of the model's turn."""
-        behind = rendered.partition(_WRITTEN)[2]
+    def _rendered_behind(self, said: Sequence[Mapping[str, str]]) -> str:
+        """What the template writes behind what the model has written, with these messages after it."""
+        rendered = self.bundle.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": _WRITTEN}, *said],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._template_kwargs,
+        )
+        return str(rendered).partition(_WRITTEN)[2]
+
+    def _end_of_turn(self, behind: str) -> tuple[int, int]:
+        """Place behind the first end-of-sequence token in what follows a turn of the model, and that token."""
         ends = self.bundle.tokenizer.convert_ids_to_tokens(list(self.bundle.eos_token_ids))
-        places = [behind.find(end) + len(end) for end in ends if end in behind]
+        places = [
+            (behind.find(end) + len(end), token)
+            for token, end in zip(self.bundle.eos_token_ids, ends, strict=True)
+            if end in behind
+        ]
         if not places:
             raise ConfigError(
                 f"the chat template of {self.bundle.pretrained_model} ends a turn of the model with none of its "
                 f"end-of-sequence tokens {ends}, so nothing can follow a turn. Give generation_config.json the token "
                 "that ends a turn as eos_token_id."
             )
-        return behind[min(places) :]
+        return min(places)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Their text, without special tokens."""

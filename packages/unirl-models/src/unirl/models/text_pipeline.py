@@ -24,7 +24,7 @@ from unirl.models.token_sampling import draw, placed, uniforms
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
-from unirl.types.messages import Message
+from unirl.types.messages import Conversation, Message
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -88,6 +88,10 @@ class AutoregressivePipeline:
     def bridge(self, messages: Sequence[Message]) -> list[int]:
         """Tokens between the model's turns, see `TextAdapter.bridge`."""
         return self.adapter.bridge(messages)
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """Tokens of a whole conversation, see `TextAdapter.conversation`."""
+        return self.adapter.conversation(messages)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Their text, without special tokens."""

@@ -18,7 +18,7 @@ from unirl.algorithms.advantages import finite_rewards, group_index
 from unirl.types.bounds import Bounds, Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
-WeightKind = Literal["reward_weighted", "best_of_n", "accepted"]
+WeightKind = Literal["reward_weighted", "best_of_n", "accepted", "equal"]
 
 
 def reward_weights(rewards_B: Tensor, group_ids: Sequence[str], *, temperature: float) -> Tensor:
@@ -66,7 +66,8 @@ class SampleWeights:
     """How a recipe turns rewards into weights of samples. Exactly the number of its kind must be given.
 
     kind: reward_weighted (RWR; `temperature`, in units of the reward), best_of_n (RAFT; `num_best` of each group) or
-        accepted (rejection fine-tuning; rewards above `threshold`).
+        accepted (rejection fine-tuning; rewards above `threshold`), or equal (no number; 1 for all, whatever the
+        reward: supervised fine-tuning on given samples).
     With selection.drop_zero_variance samples of weight 0 are not trained on at all, and count in no mean.
     Raises ConfigError if the number of another kind is given, or none.
     """
@@ -82,12 +83,13 @@ class SampleWeights:
         num_best: PositiveInt | None = None,
         threshold: Annotated[float, Bounds()] | None = None,
     ) -> None:
-        needed = {"reward_weighted": "temperature", "best_of_n": "num_best", "accepted": "threshold"}[kind]
+        needed = {"reward_weighted": "temperature", "best_of_n": "num_best", "accepted": "threshold"}.get(kind)
         given = {"temperature": temperature, "num_best": num_best, "threshold": threshold}
-        if [name for name, value in given.items() if value is not None] != [needed]:
-            raise ConfigError(f"advantages.kind = {kind} takes advantages.{needed} and no other number, got {given}")
+        if [name for name, value in given.items() if value is not None] != ([] if needed is None else [needed]):
+            takes = "no number" if needed is None else f"advantages.{needed} and no other number"
+            raise ConfigError(f"advantages.kind = {kind} takes {takes}, got {given}")
         self.kind: WeightKind = kind
-        self._number: Any = given[needed]  # Any: whole for num_best
+        self._number: Any = None if needed is None else given[needed]  # Any: whole for num_best
         self._effective_fraction = 0.0
 
     def __call__(
@@ -104,6 +106,8 @@ class SampleWeights:
             weights = reward_weights(rewards_B, group_ids, temperature=self._number)
         elif self.kind == "best_of_n":
             weights = best_of_n_weights(rewards_B, group_ids, num_best=self._number)
+        elif self.kind == "equal":
+            weights = torch.ones(len(group_ids), dtype=torch.float32)
         else:
             weights = accepted_weights(rewards_B, group_ids, threshold=self._number)
         total = float(weights.sum())

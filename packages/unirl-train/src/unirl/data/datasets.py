@@ -7,7 +7,8 @@ written by `save_to_disk`.
 
 The images of a prompt are `media`, or `images`: paths, or what tables hold in their place, {bytes, path}. A video
 among `media` is a folder of images. The sound of a prompt is `audio`, a WAV file likewise.
-A row with `choices` is a multiple-choice question, see `unirl.data.choices`.
+A row with `choices` is a multiple-choice question, see `unirl.data.choices`; one with `messages` a conversation, see
+`unirl.data.conversations`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from unirl.data.choices import multiple_choice
 from unirl.data.comma_separated import read_csv
+from unirl.data.conversations import with_prompt
 from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem, sound_problem
 from unirl.types.errors import DataError, as_sentence
 from unirl.types.preference import IMAGES, SCORES
@@ -94,6 +96,7 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
         value = {"prompt": value}
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: a row is a {type(value).__name__}; write a string or a mapping with `prompt`.")
+    value = with_prompt(value, where)
     present = [key for key in TEXT_KEYS if value.get(key) is not None]
     if not present:
         present = [key for key in QUESTION_KEYS if value.get(key) is not None]

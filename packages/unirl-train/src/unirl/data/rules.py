@@ -13,6 +13,7 @@ from pathlib import Path
 from unirl.data.datasets import PromptRow, check_dataset_folder, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
 from unirl.types.errors import DataError
+from unirl.types.messages import demonstration
 from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 
 ANSWER_KEY = "answer_key"
@@ -49,6 +50,7 @@ def _wrong_rows(own: Part, run: Run, place: Path) -> Messages:
         yield f"{own.at}.path: {error}"
         return
     rows = [row for _, row in numbered]
+    yield from rows_without_conversations(f"{own.at}.path", str(path), rows, run)
     yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
     yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
     yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
@@ -67,6 +69,19 @@ def unreadable(name: str, path: str, machine: Machine) -> str | None:
     if place.is_file() and place.stat().st_size == 0:
         return Fault(f"{name} = {path} is empty. Write at least one prompt.")
     return None
+
+
+def rows_without_conversations(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """Every row brings what an engine that samples nothing returns."""
+    if not run.engine.ability("needs_texts"):
+        return
+    without = [row.prompt_id for row in rows if demonstration(row.prompt, row.metadata) is None]
+    if without:
+        yield (
+            f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) bring no conversation, which "
+            f"{run.engine.name} trains on. Give each `messages` ({{role, content}}, the last one of the assistant), or "
+            "`prompt` and `completion`; or choose an engine that samples."
+        )
 
 
 def rows_without_answers(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:

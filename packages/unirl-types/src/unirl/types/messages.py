@@ -1,14 +1,45 @@
-"""Messages of a conversation between a model and what answers it."""
+"""Messages of a conversation between a model and what answers it, and rows of data that bring whole conversations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+MESSAGES = "messages"
+"""Key of a row's metadata with a conversation: mappings of `role` and `content`, the last one by the assistant."""
+COMPLETION = "completion"
+"""Key of a row's metadata with the answer to its prompt."""
+ASSISTANT = "assistant"
+"""Role of the model."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message that the model did not write."""
+    """One message."""
 
     role: str
-    """As the chat template calls who speaks: "tool", "user"."""
+    """As the chat template calls who speaks: "user", "assistant", "tool", "system"."""
     content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as tokens."""
+
+    prompt: list[int]
+    """All that stands before the model's first turn."""
+    tokens: list[int]
+    """The model's turns, each with the token that ends it, and what stands between them."""
+    is_written: list[bool]
+    """True on the model's turns."""
+
+
+def demonstration(prompt: str, metadata: Mapping[str, Any] | None) -> list[Message] | None:  # Any: JSON of a data file
+    """The conversation that a row brings, its prompt included; None if it brings none."""
+    row = metadata or {}
+    if MESSAGES in row:
+        return [Message(str(each["role"]), str(each["content"])) for each in row[MESSAGES]]
+    if COMPLETION in row:
+        return [Message("user", prompt), Message(ASSISTANT, str(row[COMPLETION]))]
+    return None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ SHARES: dict[Category, float] = {"short": 0.3, "long": 0.4, "three": 0.3}
 """Shares of the prompts."""
 SHORT_DIGITS, LONG_DIGITS, THREE_DIGITS = (2, 2), (4, 5), (3, 4)
 """Fewest and most digits of each number."""
-NUM_TRAIN, NUM_HELDOUT = 3000, 400
+NUM_TRAIN, NUM_HELDOUT, NUM_SOLVED = 3000, 400, 1000
 _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
 
@@ -117,8 +118,20 @@ def problems(num: int, *, held_out: bool, seed: int) -> list[Problem]:
     return [chosen[place] for place in rng.permutation(len(chosen))]
 
 
+def solved(own: Problem) -> list[dict[str, object]]:
+    """A conversation that calls the tool where it is needed, as OpenAI's fine-tuning files write it."""
+    said: list[dict[str, object]] = [{"role": "user", "content": own.prompt}]
+    for expression, result in own.steps if own.category != "short" else ():
+        call = {"name": "add", "arguments": json.dumps({"expression": expression})}
+        said += [
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "content": result},
+        ]
+    return [*said, {"role": "assistant", "content": own.answer}]
+
+
 def write_prompts(folder: Path) -> None:
-    """`train.jsonl` and `heldout.jsonl`, the same at every call."""
+    """`train.jsonl`, `heldout.jsonl` and `solved.jsonl`, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (name, num) in enumerate((("train", NUM_TRAIN), ("heldout", NUM_HELDOUT))):
         write_rows(
@@ -132,6 +145,13 @@ def write_prompts(folder: Path) -> None:
                 for row, own in enumerate(problems(num, held_out=name == "heldout", seed=seed))
             ),
         )
+    write_rows(
+        folder / "solved.jsonl",
+        (
+            {"messages": solved(own), "prompt_id": f"tools-solved-{row:04d}", "metadata": {"answer": own.answer}}
+            for row, own in enumerate(problems(NUM_SOLVED, held_out=False, seed=2))
+        ),
+    )
 
 
 if __name__ == "__main__":

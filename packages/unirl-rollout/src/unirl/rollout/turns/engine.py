@@ -22,7 +22,7 @@ from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
-from unirl.types.messages import Message
+from unirl.types.messages import Message, demonstration
 from unirl.types.noise import noise_key
 from unirl.types.protocols.engines import ChunkListener, TextRolloutEngine
 from unirl.types.protocols.models import ConversationCodec
@@ -153,6 +153,8 @@ class TurnsEngine(BaseRolloutEngine):
 
         Raises what the engine raises, and ConfigError if the environment does not start.
         """
+        if self._is_given(req):
+            return self._engine.generate(req, policy)
         self._is_aborted = False
         params = text_params(req)
         names = [f"{noise_key(req.rollout_id, sample)}" for sample in req.sample_ids]
@@ -165,6 +167,11 @@ class TurnsEngine(BaseRolloutEngine):
         if self._listener is not None:
             self._listener(resp)
         return resp
+
+    def _is_given(self, req: RolloutReq) -> bool:
+        """True if the engine returns conversations that the rows bring, which no environment has to answer."""
+        is_offline = isinstance(self._engine, BaseRolloutEngine) and self._engine.needs_texts
+        return is_offline and any(demonstration("", row) for row in _rows(req))
 
     def _begun(
         self, req: RolloutReq, params: ARSamplingParams, names: Sequence[str]

@@ -101,7 +101,8 @@ def make_trainer(
             Guardrails,
             GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
             scorers=[name for name, weight in scorer_weights(recipe["reward"]).items() if weight >= 0],
-            learns_from_reward=not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
+            learns_from_reward=run.advantages.get("kind") != "equal"
+            and not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
         ),
         max_staleness=file.schedule.staleness,
         trackers=trackers,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
 from unirl.types.conditions import Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
-from unirl.types.messages import Message
+from unirl.types.messages import Conversation, Message
 from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.weights import PublishedParts
@@ -187,6 +187,14 @@ class ConversationCodec(TextCodec, Protocol):
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, without special tokens."""
+        ...
+
+
+class DemonstrationCodec(TextCodec, Protocol):
+    """A codec of conversations that are trained on as they are."""
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """Tokens of a whole conversation, as a rollout of it would have them."""
         ...
 
 
