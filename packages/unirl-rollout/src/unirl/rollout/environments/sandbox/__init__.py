@@ -1,0 +1,1 @@
+"""Runs code that a model wrote in a process from which nothing is in reach."""

@@ -1,0 +1,77 @@
+"""Which system calls the code of a model may not make, as a seccomp filter."""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+from unirl.types.errors import ConfigError
+
+_COMMON = {
+    "pidfd_open": 434, "pidfd_getfd": 438, "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
+    "fspick": 433, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
+}  # fmt: skip
+_X86_64 = {
+    "shmget": 29, "socket": 41, "fork": 57, "vfork": 58, "semget": 64, "msgget": 68, "ptrace": 101, "personality": 135,
+    "pivot_root": 155, "prctl": 157, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167,
+    "reboot": 169, "init_module": 175, "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248,
+    "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303,
+    "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
+    "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+}  # fmt: skip
+_AARCH64 = {
+    "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60, "acct": 89, "personality": 92,
+    "unshare": 97, "kexec_load": 104, "init_module": 105, "ptrace": 117, "reboot": 142, "prctl": 167, "mq_open": 180,
+    "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "add_key": 217, "request_key": 218, "keyctl": 219,
+    "swapon": 224, "perf_event_open": 241, "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268,
+    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "memfd_create": 279,
+    "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+}  # fmt: skip
+_MACHINES = {"x86_64": (0xC000003E, 56, _X86_64 | _COMMON), "aarch64": (0xC00000B7, 220, _AARCH64 | _COMMON)}
+"""Machine -> what the kernel calls its architecture, the number of clone, and the calls that are refused."""
+_CLONE3 = 435
+_NEW_NAMESPACES = 0x7E020000
+"""The flags of clone that make namespaces."""
+_X32 = 0x40000000
+"""Numbers from here are of x32, another set of calls on x86_64."""
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_KILL, _ALLOW, _REFUSE, _MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # EPERM, ENOSYS
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+
+
+def refused_calls(*, starts_processes: bool) -> bytes:
+    """The filter as `struct sock_filter`s: sockets, other processes, mounts, namespaces, keys, memory that no limit
+    counts, and what has often had faults are refused with EPERM, and so are processes and threads unless
+    `starts_processes`.
+
+    Raises ConfigError on a machine that is neither x86_64 nor aarch64.
+    """
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        raise ConfigError(f"code of a model is isolated on {' and '.join(_MACHINES)}, not on {machine}")
+    architecture, clone, refused = _MACHINES[machine]
+    lines = [
+        _line(_LOAD, _ARCHITECTURE),
+        _line(_EQUAL, architecture, 1, 0),
+        _line(_RETURN, _KILL),
+        _line(_LOAD, _NUMBER),
+        _line(_AT_LEAST, _X32, 0, 1),
+        _line(_RETURN, _KILL),
+        # Its flags are in memory, which a filter cannot read; where it is missing, libraries use clone.
+        _line(_EQUAL, _CLONE3, 0, 1),
+        _line(_RETURN, _MISSING),
+    ]
+    for number in sorted(refused.values()):
+        lines += [_line(_EQUAL, number, 0, 1), _line(_RETURN, _REFUSE)]
+    if starts_processes:
+        lines += [_line(_EQUAL, clone, 0, 3), _line(_LOAD, _FIRST_ARGUMENT), _line(_ANY_BIT, _NEW_NAMESPACES, 0, 1)]
+    else:
+        lines += [_line(_EQUAL, clone, 0, 1)]
+    return b"".join([*lines, _line(_RETURN, _REFUSE), _line(_RETURN, _ALLOW)])
+
+
+def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One instruction; the jumps skip so many lines."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
