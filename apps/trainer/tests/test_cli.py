@@ -353,17 +353,17 @@ def test_a_run_that_failed_before_its_first_checkpoint_makes_room_for_the_next(r
         raise TrainingError(f"no luck with seed {run.seed}")
 
     monkeypatch.setattr(commands, "run_recipe", fails)
-    Path("mine").mkdir()
-    Path("mine/notes.txt").write_text("kept\n")
+    Path("again").mkdir()
+    Path("again/notes.txt").write_text("kept\n")
     for seed in (1, 2, 3):
-        assert main(["run_dir=mine", f"seed={seed}", *resume]) == USER_ERROR
+        assert main(["run_dir=again", f"seed={seed}", *resume]) == USER_ERROR
         assert f"no luck with seed {seed}" in capsys.readouterr().err
-    for folder, seed in (("mine/failed-1", 1), ("mine/failed-2", 2), ("mine", 3)):
+    for folder, seed in (("again/failed-1", 1), ("again/failed-2", 2), ("again", 3)):
         assert f"no luck with seed {seed}" in Path(folder, "run.log").read_text()
         assert f"\nseed: {seed}\n" in Path(folder, "config.yaml").read_text()
         assert Path(folder, "samples/eval-000000.jsonl").is_file()
         assert Path(folder, "checkpoints/step-000001.tmp-0a1b2c3d").is_dir()
-    assert Path("mine/notes.txt").is_file()
+    assert Path("again/notes.txt").is_file()
 
 
 def test_run_directories_that_contradict_are_errors(here):
