@@ -1,0 +1,117 @@
+"""Runs of policies that act: equal however they are played, after a resume, and by what they export."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import av
+import pytest
+import stopping
+import torch
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
+from unirl.models.action.bundle import ActionBundle
+from unirl.rollout.environments.workers import EnvironmentWorkers
+from unirl.trainer.commands import export_recipe
+
+SMALL = [
+    "num_rollouts=2",
+    "stack.micro_batch_size=4",
+    "eval.interval=0",
+    "eval.num_samples=16",
+    "eval.batch_size=16",
+    "samples.per_evaluation=4",
+    "guardrails.action=off",
+]
+SIZES = {
+    "vla/tabletop_push": ["batch_size=8"],
+    "vla/tabletop_push_tokens": ["batch_size=8"],
+    "vla/tabletop_push_grpo": ["batch_size=2", "sampling.samples_per_prompt=4"],
+}
+PROCESSES = [
+    "engine.environment._target_=unirl.rollout.environments.gymnasium_processes.GymnasiumProcesses",
+    "+engine.environment.num_processes=2",
+]
+
+
+def composed(name, *words):
+    register_resolvers()
+    return resolve(compose(name, [*SMALL, *SIZES[name], *words]))
+
+
+def run(name, run_dir, *words, after=10**9):
+    """Step -> metrics that do not measure the machine."""
+    _, records = stopping.run(composed(name, *words), run_dir, after)
+    return {step: stopping.comparable(own) for step, own in records.items()}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_how_many_episodes_are_played_at_once_changes_no_start_and_no_count(name, tmp_path):
+    """Log-probs of other batch sizes differ by rounding, and so may what is drawn: the first rollout is compared."""
+    whole = run(name, tmp_path / "whole", "num_rollouts=1")
+    parts = run(name, tmp_path / "parts", "num_rollouts=1", "engine.forward_batch_size=3")
+    for key in ("action/rollout/decisions", "action/rollout/moves", "reward/mean"):
+        assert parts[1][key] == whole[1][key]
+    assert whole[1]["policy/first_ratio_max_abs_dev"] == 0
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_run_and_its_repetition_have_the_same_bits_and_so_has_a_resumed_one(name, tmp_path):
+    whole = run(name, tmp_path / "whole", "save.interval=1")
+    assert run(name, tmp_path / "again") == whole
+    run(name, tmp_path / "stopped", "save.interval=1", after=1)
+    resumed = run(name, tmp_path / "stopped", "save.interval=1", "resume=auto")
+    assert resumed[2] == whole[2]
+
+
+def test_deaths_of_environments_change_no_bit(tmp_path, monkeypatch):
+    name = "vla/tabletop_push_grpo"
+    undisturbed = run(name, tmp_path / "undisturbed")
+    step, deaths = EnvironmentWorkers.step, []
+
+    def step_of_the_dying(self, actions):
+        if len(deaths) < 4:
+            os.kill(self.pids[len(deaths) % 2], signal.SIGKILL)
+            deaths.append(self)
+        return step(self, actions)
+
+    monkeypatch.setattr(EnvironmentWorkers, "step", step_of_the_dying)
+    assert run(name, tmp_path / "dying", *PROCESSES) == undisturbed
+    assert len(deaths) == 4
+
+
+def test_videos_show_each_recorded_episode(tmp_path):
+    run("vla/tabletop_push_grpo", tmp_path, "media_interval=1", "num_rollouts=1")
+    folder = tmp_path / "samples"
+    records = [json.loads(line) for line in (folder / "rollout-000001.jsonl").read_text().splitlines()]
+    shown = [record for record in records if record["media"] and record["media"]["kind"] == "video"]
+    assert len(shown) >= 4, "samples.videos, and what is no longer than an excerpt"
+    for record in shown[:4]:
+        with av.open(str(folder / record["media"]["file"])) as video:
+            frames = sum(1 for _ in video.decode(video=0))
+        assert frames == record["counts"]["decisions"] + 1 == record["media"]["num_frames"]
+        assert record["end"] in ("completed", "truncated")
+
+
+@pytest.mark.parametrize("name", ["vla/tabletop_push", "vla/tabletop_push_tokens"])
+def test_what_is_exported_is_what_was_trained(name, tmp_path):
+    run(name, tmp_path / "run", "num_rollouts=1")
+    out = tmp_path / "out"
+    export_recipe(run_of(composed(name)), tmp_path / "run", out, merged=True)
+    exported = ActionBundle(str(out))
+    base = ActionBundle(composed(name)["bundle"]["pretrained_model"])
+    assert exported.config == base.config
+    moved = [
+        not torch.equal(value, base.network.state_dict()[key]) for key, value in exported.network.state_dict().items()
+    ]
+    assert any(moved)
+
+
+def test_an_environment_of_gymnasium_is_learnt_from_nothing(tmp_path):
+    register_resolvers()
+    recipe = resolve(compose("vla/cartpole", ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))
+    _, records = stopping.run(recipe, Path(tmp_path))
+    assert records[12]["reward/mean"] > 2 * records[1]["reward/mean"]
