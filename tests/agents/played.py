@@ -1,0 +1,129 @@
+"""Plays episodes with the real libraries, in the environment of environments/agents; prints JSON."""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+
+import skyrl_gym
+import uvicorn
+from openenv.core.env_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from unirl.rollout.environments.openenv import OpenEnv
+from unirl.rollout.environments.skyrl_gym import SkyRLGym
+from unirl.rollout.environments.workers import EnvironmentWorkers
+from unirl.rollout.turns.calls import Turn
+
+
+class Say(Action):
+    message: str
+
+
+class Heard(Observation):
+    text: str
+
+
+class Counter(Environment[Say, Heard, State]):
+    """Counts characters up to ten, from the seed on."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed=None, episode_id=None, **given):
+        self.total = seed or 0
+        return Heard(text=f"{given.get('category', '')} from {self.total}", done=False, reward=None)
+
+    def step(self, action, timeout_s=None, **given):
+        if action.message == "break":
+            raise ValueError("the counter broke")
+        self.total += len(action.message)
+        done = self.total >= 10
+        return Heard(text=str(self.total), done=done, reward=1.0 if done else None)
+
+    @property
+    def state(self):
+        return self._state
+
+
+class Sum(BaseTextEnv):
+    """Asks again until the answer is right; shouts down a whisper."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.answer, self.max_turns = extras["reward_spec"]["ground_truth"], extras["max_turns"]
+
+    def step(self, action):
+        self.turns += 1
+        is_right = action == self.answer
+        again = [] if is_right else [{"role": "user", "content": "again"}]
+        rewritten = {"postprocessed_action": action.upper()} if action == "whisper" else {}
+        done = is_right or self.turns >= self.max_turns
+        return BaseTextEnvStepOutput(observations=again, reward=float(is_right), done=done, metadata={}, **rewritten)
+
+
+skyrl_gym.register(id="sum", entry_point=Sum)
+
+
+def serve():
+    app = create_app(Counter, Say, Heard, env_name="counter", max_concurrent_envs=4)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.05)
+    return server.servers[0].sockets[0].getsockname()[1]
+
+
+def plain(value):
+    return (
+        dataclasses.asdict(value) if dataclasses.is_dataclass(value) else [dataclasses.asdict(each) for each in value]
+    )
+
+
+def play(environment, task, *texts):
+    """What each step of an episode answers."""
+    workers = EnvironmentWorkers(environment, num_workers=1, step_timeout_s=60.0)
+    try:
+        answers = [plain(workers.reset({"e": (task, 3)})["e"])]
+        answers += [plain(workers.step({"e": Turn(text)})["e"]) for text in texts]
+        workers.end(["e"])
+        return answers
+    finally:
+        workers.close()
+
+
+def openenv():
+    url = f"http://127.0.0.1:{serve()}"
+    options = {"observation": "text", "begins_with_observation": True, "task_keys": ["category"]}
+    task = {"prompt": "count", "category": "up"}
+    return {
+        "texts": play(OpenEnv(url, **options), task, "abc", "abcd"),
+        "objects": play(OpenEnv(url, parses_actions=True), task, '{"message": "ab"}', "no object"),
+        "broken": play(OpenEnv(url, **options), task, "break"),
+        "unreachable": play(OpenEnv("http://127.0.0.1:9", timeout_s=2), task),
+        "unknown": play(OpenEnv(url, observation="picture"), task, "a"),
+    }
+
+
+def skyrl():
+    own = {"module": "played", "max_turns": 2}
+    task = {"prompt": "2+3", "answer": "5"}
+    published = SkyRLGym("gsm8k_multi_turn", max_turns=3)
+    return {
+        "right": play(SkyRLGym("sum", **own), task, "4", "5"),
+        "cut": play(SkyRLGym("sum", **own), task, "4", "4"),
+        "rewritten": play(SkyRLGym("sum", **own), task, "whisper"),
+        "published": play(published, {"prompt": "2+3", "answer": "5"}, "#### 4"),
+    }
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
+    print(json.dumps({"openenv": openenv, "skyrl": skyrl}[sys.argv[1]]()))
