@@ -52,6 +52,11 @@ def test_the_recipes_have_no_mistakes(name):
         (PPO, ["+sampling.eta=0"], "leave no stochastic step, which alone can be trained on"),
         (PPO, ["+sampling.sde_indices=[4]"], "sde_indices [4] lie outside 0..3"),
         (GRPO, ["+algorithm.kl_estimator=exact"], "algorithm.kl_estimator = exact: actions have k1, k2 and k3"),
+        (
+            "worlds/arithmetic/reinforce_pp",
+            [REINFORCE, "+stack.num_epochs=2"],
+            "serves one update per rollout, stack.num_ep",
+        ),
         (PPO, ["engine.environment=null"], "engine.environment has no _target_"),
         (PPO, ["+reward.on_failure=retry"], "would score an episode again whose environment"),
         (

@@ -13,7 +13,7 @@ from unirl.tracking import sample_files
 from unirl.tracking.sample_files import SampleFiles
 from unirl.types.samples import Image, SampleRecord, Text
 from unirl.viewer import gallery
-from unirl.viewer.gallery import SampleIndex
+from unirl.viewer.gallery import SampleIndex, updates_per_rollout
 from unirl.viewer.run_files import RunFolder
 from unirl.viewer.server import make_app
 from unirl.viewer.spans import TimelineFile
@@ -272,3 +272,9 @@ def test_a_sample_comes_with_its_trace_where_there_is_one(run: Path):
         assert status == 200
         traces[sample["sample_id"]] = whole["trace"]
     assert traces.pop("same0")["kind"] == "steps" and set(traces.values()) == {None}
+
+
+def test_versions_count_the_updates_of_all_epochs():
+    assert updates_per_rollout({"stack": {"num_updates_per_batch": 2, "num_epochs": 3}}) == 6
+    assert updates_per_rollout({"policies": {"a": {"stack": {"num_updates_per_batch": 4}}, "b": {}}}) == 4
+    assert updates_per_rollout({"stack": {"num_epochs": "${x}"}}) == 1

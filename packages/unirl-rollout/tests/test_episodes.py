@@ -125,6 +125,15 @@ def test_what_is_no_observation_or_reward_is_named(env_id, fault, words):
         env.play([0], np.zeros((1, 4, 1), np.float32))
 
 
+def test_numbers_are_stretched_to_the_bounds_of_an_environment_of_gymnasium():
+    env = environment("Pendulum-v1", max_moves=5)
+    assert env.spaces == Spaces(action_size=1, state_size=3, moves_per_second=30)
+    env.start([0, 1])
+    played = env.play([0, 1], np.full((2, 6, 1), 0.5, np.float32))
+    assert played.num_moves.tolist() == [5, 5] and played.truncated.all()
+    assert env._envs[0].unwrapped.last_u == 1.0  # half of the torque from -2 to 2
+
+
 def test_unknown_ids_and_spaces_are_refused():
     with pytest.raises(ConfigError, match=r"engine.environment.id = Nowhere-v0: .*Give a registered id"):
         GymnasiumEnvironment("Nowhere-v0")
@@ -174,7 +183,8 @@ def test_an_episode_that_is_cut_off_says_so(env_id):
 def test_how_many_are_played_at_once_changes_nothing():
     def of(size: int):
         engine = EpisodesEngine(Steady(), environment=GymnasiumEnvironment("fakes/Walk-v0"), forward_batch_size=size)
-        return engine.generate(request(0, 3, 1, 2, 2)).track("action")
+        track = engine.generate(request(0, 3, 1, 2, 2)).track("action")
+        return track.replace(counts={name: track.counts[name] for name in ("decisions", "moves")})
 
     assert of(5).equals(of(2))
 

@@ -144,6 +144,13 @@ def test_more_epochs_of_several_updates_see_each_sample_as_often():
     assert len(made.train().updates) == 6
 
 
+def test_epochs_and_turns_of_tracks_are_refused_together():
+    made = Setup(ActionGRPO)
+    algorithms = {"a": made.algorithm, "b": made.algorithm}
+    with pytest.raises(ConfigError, match=r"stack.num_epochs = 2 repeats the updates of a rollout, in which \['a'\]"):
+        TrainStack(made.backend, algorithms, micro_batch_size=1, num_epochs=2, losses={"a": {"every": 2}})
+
+
 def test_rewards_of_decisions_add_up_to_that_of_the_episode():
     segment = episodes(lengths=(2, 1))
     rewards = decision_rewards(segment, torch.tensor([5.0, 0.5]))

@@ -5,6 +5,7 @@ Media are never read here. A file of lines appears whole and is then not changed
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -325,5 +326,7 @@ def updates_per_rollout(recipe: Mapping[str, Any]) -> int:  # Any: values of a r
     policies = recipe.get("policies")
     sections = [recipe, *(policies.values() if isinstance(policies, dict) else ())]
     stacks = [section.get("stack") for section in sections if isinstance(section, dict)]
-    numbers = [stack.get("num_updates_per_batch", 1) for stack in stacks if isinstance(stack, dict)]
-    return max([number for number in numbers if isinstance(number, int) and number > 0], default=1)
+    factors = ("num_updates_per_batch", "num_epochs")
+    numbers = [[stack.get(name, 1) for name in factors] for stack in stacks if isinstance(stack, dict)]
+    known = [own for own in numbers if all(isinstance(number, int) and number > 0 for number in own)]
+    return max((math.prod(own) for own in known), default=1)

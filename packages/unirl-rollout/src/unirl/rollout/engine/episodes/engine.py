@@ -5,6 +5,7 @@ Legend: B episodes, b of them that still run, N decisions of all, H moves of a c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -74,6 +75,8 @@ class _Log:
     successes: list[float | None] = field(default_factory=list)
     errors: list[str | None] = field(default_factory=list)
     status: list[int] = field(default_factory=list)
+    environment_s: float = 0.0
+    """Seconds that the environment took, of all."""
     final: dict[str, Tensor] = field(default_factory=dict)
     """Last observation of each episode, by field of the segment."""
 
@@ -211,6 +214,7 @@ class EpisodesEngine(DirectSampling):
         track.counts = {
             "decisions": torch.tensor(lengths, dtype=torch.float32),
             "moves": torch.tensor(log.moves, dtype=torch.float32),
+            "environment_s": torch.full((req.batch_size,), log.environment_s / req.batch_size),
         }
         track.policy_versions = self._versions(req.batch_size)
         return RolloutResp(tracks={self._track: track})
@@ -218,7 +222,9 @@ class EpisodesEngine(DirectSampling):
     def _played(self, req: RolloutReq, params: ActionSamplingParams) -> _Log:
         keys = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
         log, going = _Log(req.batch_size), list(range(req.batch_size))
+        began = time.perf_counter()
         seen = self._environment.start(start_seeds(req, params))
+        log.environment_s += time.perf_counter() - began
         log.show(going, seen)
         decision = 0
         while going:
@@ -226,7 +232,10 @@ class EpisodesEngine(DirectSampling):
             drawn = self._pipeline.draw(
                 observed.to(self._device), params, noise_keys=[f"{keys[row]}::{decision}" for row in going]
             )
-            played = self._environment.play(going, drawn.moves.cpu().numpy())
+            moves = drawn.moves.cpu().numpy()
+            began = time.perf_counter()
+            played = self._environment.play(going, moves)
+            log.environment_s += time.perf_counter() - began
             self._keep(log, going, observed, drawn, played)
             log.show(going, played.seen)
             before, going = going, log.end(going, played)

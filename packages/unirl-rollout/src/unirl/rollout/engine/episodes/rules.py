@@ -25,6 +25,12 @@ def actions_are_sampled(own: Part, run: Run) -> Messages:
         )
 
 
+def episodes_stand_alone(own: Part, run: Run) -> Messages:
+    """No stage reads episodes, nor do they read other tracks."""
+    if own.at != "engine":
+        yield f"{own.at}: {own.name} plays no stage of several. Give it a recipe of one engine, at engine."
+
+
 def environment_is_named(own: Part, run: Run) -> Messages:
     """There is an environment, and it has a class."""
     if own.inner.get("environment") is None:
@@ -113,6 +119,7 @@ def _plain(value: Any) -> Any:  # Any: a number, or a shape in whatever sequence
 
 RULES = (
     actions_are_sampled,
+    episodes_stand_alone,
     environment_is_named,
     environment_fits_by_its_class,
     ranks_have_their_own_episodes,
