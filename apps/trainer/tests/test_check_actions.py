@@ -53,9 +53,9 @@ def test_the_recipes_have_no_mistakes(name):
         (PPO, ["+sampling.sde_indices=[4]"], "sde_indices [4] lie outside 0..3"),
         (GRPO, ["+algorithm.kl_estimator=exact"], "algorithm.kl_estimator = exact: actions have k1, k2 and k3"),
         (
-            "worlds/arithmetic/reinforce_pp",
-            [REINFORCE, "+stack.num_epochs=2"],
-            "serves one update per rollout, stack.num_ep",
+            "worlds/arithmetic/rloo",
+            ["stack.num_updates_per_batch=1", "+stack.num_epochs=2"],
+            "stack.num_epochs = 2. Set",
         ),
         (PPO, ["engine.environment=null"], "engine.environment has no _target_"),
         (PPO, ["+reward.on_failure=retry"], "would score an episode again whose environment"),
