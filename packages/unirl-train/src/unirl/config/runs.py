@@ -230,8 +230,16 @@ def _only(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) ->
         engine=engine,
         sampling=_section(recipe, "sampling", found["sampling"]),
         advantages=advantages,
-        turns=_section(recipe, "turns", found["turns"]) if recipe.get("turns") else None,
+        turns=_turns(recipe.get("turns"), "turns", found),
     )
+
+
+def _turns(node: Resolved | None, at: str, found: Mapping[str, Component]) -> Part | None:
+    """What an engine takes turns with. The rules of engines are asked of that engine, and not of this one too."""
+    if not node:
+        return None
+    part, of_engines = part_of(node, at, found["turns"]), _kind(found["engine"].kind).rules
+    return replace(part, rules=tuple(name for name in part.rules if name not in of_engines))
 
 
 def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) -> tuple[Stage, ...]:
@@ -260,7 +268,7 @@ def _stages(recipe: Resolved, policies: Mapping[str, Policy], advantages: Part) 
             reads=part_of(node.get("reads") or {}, f"{at}.reads", found["reads"]),
             grows_from=parent,
             pool=node.get("pool"),
-            turns=part_of(node["turns"], f"{at}.turns", found["turns"]) if node.get("turns") else None,
+            turns=_turns(node.get("turns"), f"{at}.turns", found),
         )
         policy.pipeline_of(str(track))
     unused = [name for name in policies if name not in {stage.policy for stage in made.values()}]

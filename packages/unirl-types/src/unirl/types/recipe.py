@@ -93,6 +93,12 @@ class Part:
         }
         return {name: self.inner[place] for place, name in names.items() if "." not in name}
 
+    def with_inner(self) -> Iterator[Part]:
+        """The component and all inside it, at any depth."""
+        yield self
+        for part in self.inner.values():
+            yield from part.with_inner()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -325,6 +331,8 @@ class Run:
         for policy in (*self.all_policies.values(), *self.teachers.values()):
             yield from policy.parts()
         yield from (part for stage in self.stages for part in (stage.engine, stage.reads) if part is not None)
+        # With the environment and its tools, which are of users.
+        yield from (part for stage in self.stages if stage.turns is not None for part in stage.turns.with_inner())
         yield self.reward
         yield self.advantages
         yield from (stage.advantages for stage in self.stages if stage.advantages is not self.advantages)

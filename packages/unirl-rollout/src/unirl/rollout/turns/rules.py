@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from unirl.types.recipe import Messages, Part, Run
 
+PYTHON = "unirl.rollout.environments.tools.python.PythonInterpreter"
+
 
 def texts_take_turns(own: Part, run: Run) -> Messages:
     """Only texts have turns."""
@@ -40,4 +42,27 @@ def lengths_are_of_turns(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (lengths_are_of_turns, texts_take_turns, ranks_have_their_own_samples, failed_episodes_are_dropped)
+def calls_end_before_their_step(own: Part, run: Run) -> Messages:
+    """A turn of calls that each take their time is over before its process is killed for taking too long."""
+    environment = own.inner.get("environment")
+    if environment is None:
+        return
+    for tool in environment.inside("tools").values():
+        if PYTHON not in tool.lineage:
+            continue
+        call_s, num_calls, step_s = tool.get("time_s"), environment.get("max_calls", 1), own.get("step_timeout_s")
+        if call_s * num_calls >= step_s:
+            yield (
+                f"{tool.at}.time_s * {environment.at}.max_calls = {call_s:g} * {num_calls} = {call_s * num_calls:g} s "
+                f"reaches {own.at}.step_timeout_s = {step_s:g}: a turn of slow calls would lose its process. Raise the "
+                "last, or lower one of the others."
+            )
+
+
+RULES = (
+    lengths_are_of_turns,
+    texts_take_turns,
+    ranks_have_their_own_samples,
+    failed_episodes_are_dropped,
+    calls_end_before_their_step,
+)

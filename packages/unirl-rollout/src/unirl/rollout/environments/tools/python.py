@@ -32,6 +32,7 @@ class PythonInterpreter(Tool):
     this machine lacks.
     """
 
+    recipe_rules: ClassVar[str] = "unirl.rollout.environments.tools.python_rules"
     description: ClassVar[str] = "Run Python code. Answers what it prints and the value of a last expression."
     parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
         "type": "object",

@@ -1,0 +1,55 @@
+"""What `trainer check` says of environments and their tools."""
+
+import pytest
+
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
+from unirl.rollout.environments.sandbox.runner import Sandbox
+from unirl.types.errors import ConfigError
+from unirl.types.recipe import Machine
+
+MACHINE = Machine(num_cpus=8, num_gpus=0)
+TOOLS = "unirl.rollout.environments.tools"
+
+
+def found(*words):
+    """The messages on a changed recipe of the tools world."""
+    register_resolvers()
+    try:
+        check_recipe(resolve(compose("worlds/tools/grpo", list(words))), MACHINE)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def tool(name, path, **options):
+    at = f"turns.environment.tools.{name}"
+    return [f"+{at}._target_={TOOLS}.{path}", *(f"+{at}.{key}={value}" for key, value in options.items())]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reward.truncated_reward=soft"], "reward.truncated_reward: soft measures whole samples"),
+        (["reward.on_failure=retry"], "retry would score an episode again whose environment (turns) has failed"),
+        (
+            [*tool("python", "python.PythonInterpreter", time_s=5)],
+            "turns.environment.tools.python.time_s * turns.environment.max_calls = 5 * 8 = 40 s reaches "
+            "turns.step_timeout_s = 30",
+        ),
+    ],
+)
+def test_a_mistake_in_turns_is_named_with_the_fix(words, message):
+    assert message in found(*words)
+
+
+def test_a_machine_that_isolates_no_code_is_named(monkeypatch):
+    def refuse(sandbox):
+        raise ConfigError("this machine cannot isolate code of a model: it lacks a layer")
+
+    words = tool("python", "python.PythonInterpreter")
+    monkeypatch.setattr(Sandbox, "verify", lambda sandbox: None)
+    assert found(*words) == ""
+    monkeypatch.setattr(Sandbox, "verify", refuse)
+    assert "tools.python: this machine cannot isolate code of a model: it lacks a layer" in found(*words)
