@@ -38,10 +38,20 @@ def tool(name, path, **options):
             "turns.environment.tools.python.time_s * turns.environment.max_calls = 5 * 8 = 40 s reaches "
             "turns.step_timeout_s = 30",
         ),
+        (tool("search", "search.CorpusSearch", corpus="nowhere.jsonl"), "search.corpus: nowhere.jsonl: no such file"),
     ],
 )
 def test_a_mistake_in_turns_is_named_with_the_fix(words, message):
     assert message in found(*words)
+
+
+def test_a_broken_corpus_is_found_with_its_line(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "a", "title": "", "text": "x"}\n')
+    words = tool("search", "search.CorpusSearch", corpus=corpus)
+    assert found(*words) == ""
+    corpus.write_text('{"id": "a", "title": "", "text": "x"}\n{}\n')
+    assert f"tools.search.corpus: {corpus}:2: 'id' is missing" in found(*words)
 
 
 def test_a_machine_that_isolates_no_code_is_named(monkeypatch):
