@@ -18,12 +18,12 @@ SMALL = (
     "num_rollouts=1",
     "batch_size=2",
     "sampling.samples_per_prompt=4",
-    "sampling.num_inference_steps=2",
     "stack.num_updates_per_batch=1",
     "eval.before=false",
     "eval.num_samples=2",
-    "eval.num_inference_steps=1",
 )
+OF_IMAGES = ("sampling.num_inference_steps=2", "eval.num_inference_steps=1")
+OF_TEXTS = ("eval.batch_size=2", "stack.micro_batch_size=8")
 
 
 def python(folder, *arguments):
@@ -50,7 +50,8 @@ def test_what_is_written_passes_its_tests_and_trains(kind, tmp_path, monkeypatch
         assert f"my_{kind}" not in text and f"My{kind.capitalize()}" not in text
     done = python(folder, "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
-    done = python(folder, "unirl.app.main", f"{name}.yaml", *SMALL, "run_dir=run")
+    own = OF_TEXTS if kind in ("environment", "tool") else OF_IMAGES
+    done = python(folder, "unirl.app.main", f"{name}.yaml", *SMALL, *own, "run_dir=run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert yaml.safe_load((folder / "run" / "config.yaml").read_text())["recipe"] == name
 

@@ -16,6 +16,8 @@ KINDS = {
     "algorithm": "a loss: a policy gradient on images",
     "model": "a diffusion model",
     "engine": "an engine that samples images",
+    "environment": "an environment that a language model takes turns with",
+    "tool": "a tool that a language model calls",
     "recipe": "a recipe that changes a packaged one",
 }
 """What `init` writes."""
@@ -62,7 +64,7 @@ def conformance_words(words: Sequence[str], options: Given) -> Meant:
 
 def init_words(words: Sequence[str], options: Given) -> Meant:
     """`init KIND NAME`. Raises ConfigError."""
-    kinds = "\n".join(f"  trainer init {kind} my_{kind:10} {text}" for kind, text in KINDS.items())
+    kinds = "\n".join(f"  trainer init {kind} my_{kind:12} {text}" for kind, text in KINDS.items())
     if len(words) != 2:
         raise ConfigError(f"init takes what to write and a name:\n{kinds}")
     kind, name = words
