@@ -57,6 +57,7 @@ def test_the_recipes_have_no_mistakes(name):
             ["stack.num_updates_per_batch=1", "+stack.num_epochs=2"],
             "stack.num_epochs = 2. Set",
         ),
+        (PPO, ["+algorithm.decisions_per_forward=9", "num_devices=2"], "makes unequally many forwards on 2 devices"),
         (PPO, ["engine.environment=null"], "engine.environment has no _target_"),
         (PPO, ["+reward.on_failure=retry"], "would score an episode again whose environment"),
         (

@@ -189,6 +189,29 @@ def test_how_many_are_played_at_once_changes_nothing():
     assert of(5).equals(of(2))
 
 
+class Ranks:
+    """Another rank, whose longest episode has `longest` decisions."""
+
+    policy_version = 0
+
+    def __init__(self, longest: int) -> None:
+        self.longest, self.asked = longest, 0
+
+    def any_rank(self, value: bool) -> bool:
+        self.asked += 1
+        return value or self.asked <= self.longest
+
+
+def test_ranks_draw_equally_often_until_the_last_episode_has_ended():
+    """They gather the shards of one model; what a rank without episodes draws is dropped."""
+    ranks: Any = Ranks(longest=5)
+    pipeline = Steady()
+    engine = EpisodesEngine(pipeline, ranks, environment=environment("fakes/Walk-v0"), forward_batch_size=2)
+    track = engine.generate(request(0, 1)).track("action")
+    assert track.batch_size == 2 and track.counts["decisions"].tolist() == [3, 3]
+    assert ranks.asked == 6 and pipeline.num_draws == 5
+
+
 def test_draws_are_named_after_rollout_sample_and_decision():
     pipeline = Steady(chunk=3)
     engine = EpisodesEngine(pipeline, environment=GymnasiumEnvironment("fakes/Walk-v0"), forward_batch_size=2)

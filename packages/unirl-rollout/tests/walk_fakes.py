@@ -155,10 +155,12 @@ class Steady:
     def __init__(self, chunk: int = 2, action_size: int = 1) -> None:
         self.chunk_shape = (chunk, action_size)
         self.keys: list[str] = []
+        self.num_draws = 0
 
     def draw(self, seen: Observations, params: ActionSamplingParams, *, noise_keys: Sequence[str]) -> DrawnChunks:
         assert seen.states is not None
         self.keys += noise_keys
+        self.num_draws += 1
         height, width = self.chunk_shape
         moves = (seen.states[:, 0] / 4 - 0.5).clamp(-1, 1)[:, None, None].expand(-1, height, width).clone()
         tokens = torch.zeros(moves.shape, dtype=torch.long)

@@ -149,10 +149,12 @@ class ActionPPO(ActionGRPO):
             values_N = torch.cat(
                 [self.critic(self._pipeline.features(seen.select(each))) for each in self._forwards(segment)]
             )
-            final_B = values_N.new_zeros(segment.batch_size)
-            if segment.status is not None and bool((cut := segment.status == SegmentStatus.TRUNCATED).any()):
-                rows = cut.nonzero().flatten()
-                final_B[rows] = self.critic(self._pipeline.features(segment.final_observations().select(rows)))
+            # Of all episodes: ranks that gather a sharded model run equally many forwards.
+            beyond_B = self.critic(self._pipeline.features(segment.final_observations()))
+            is_cut = torch.zeros_like(beyond_B, dtype=torch.bool)
+            if segment.status is not None:
+                is_cut = segment.status == SegmentStatus.TRUNCATED
+            final_B = torch.where(is_cut, beyond_B, 0.0)
         advantages_N, returns_N = episode_advantages(
             decision_rewards(segment, micro.advantages),
             values_N,

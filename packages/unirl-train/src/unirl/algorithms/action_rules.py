@@ -24,4 +24,13 @@ def estimator_fits(own: Part, run: Run) -> Messages:
         yield f"{own.at}.kl_estimator = {estimator}: actions have k1, k2 and k3. Set one of them."
 
 
-RULES = (rewards_are_plain, estimator_fits)
+def forwards_are_equally_many(own: Part, run: Run) -> Messages:
+    """Ranks that gather a sharded model run it equally often, and episodes differ in their decisions."""
+    if own.get("decisions_per_forward") is not None and run.num_devices > 1:
+        yield (
+            f"{own.at}.decisions_per_forward = {own.get('decisions_per_forward')} makes unequally many forwards on "
+            f"{run.num_devices} devices. Set it to null, and a smaller {run.policy_of(own).stack.at}.micro_batch_size."
+        )
+
+
+RULES = (rewards_are_plain, estimator_fits, forwards_are_equally_many)

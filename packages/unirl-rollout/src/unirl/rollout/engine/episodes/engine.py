@@ -24,7 +24,7 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Videos
 from unirl.types.noise import noise_key
 from unirl.types.protocols.models import ActionPipeline
-from unirl.types.protocols.training import PolicyStore
+from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ActionSamplingParams
 from unirl.types.segments import SegmentStatus
@@ -160,7 +160,7 @@ class EpisodesEngine(DirectSampling):
     def __init__(
         self,
         pipeline: ActionPipeline,
-        policies: PolicyStore | None = None,
+        policies: ShardedPolicyStore | None = None,
         *,
         environment: VectorEnvironment,
         forward_batch_size: PositiveInt,
@@ -171,6 +171,7 @@ class EpisodesEngine(DirectSampling):
     ) -> None:
         super().__init__(policies, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir)
         self._pipeline = pipeline
+        self._any_rank = None if policies is None else policies.any_rank
         self._environment = environment
         self._device = torch.device(device)
         self._track = track
@@ -226,8 +227,12 @@ class EpisodesEngine(DirectSampling):
         seen = self._environment.start(start_seeds(req, params))
         log.environment_s += time.perf_counter() - began
         log.show(going, seen)
+        observed = _tensors(seen)
         decision = 0
-        while going:
+        while self._is_needed(going):
+            if not going:  # ranks that still play gather the shards of this one
+                self._pipeline.draw(observed.to(self._device), params, noise_keys=[""] * len(observed))
+                continue
             observed = _tensors(seen)
             drawn = self._pipeline.draw(
                 observed.to(self._device), params, noise_keys=[f"{keys[row]}::{decision}" for row in going]
@@ -243,6 +248,10 @@ class EpisodesEngine(DirectSampling):
             seen = played.seen.select([place for place, row in enumerate(before) if row in still])
             decision += 1
         return log
+
+    def _is_needed(self, going: Sequence[int]) -> bool:
+        """True while a rank that shares the model's shards has episodes that run: all draw equally often."""
+        return bool(going) if self._any_rank is None else self._any_rank(bool(going))
 
     def _keep(self, log: _Log, rows: Sequence[int], observed: Observations, drawn: DrawnChunks, played: Played) -> None:
         num_moves = torch.from_numpy(played.num_moves)
