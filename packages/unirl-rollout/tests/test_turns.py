@@ -1,5 +1,7 @@
 """Turns of a model and an environment: tokens in, tokens out, each end told apart."""
 
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 STOP, SAYS = 9, 8
+Script = dict[tuple[int, ...], list[int]]
+"""What is read -> what is written."""
 PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=3, seed=5)
 
 
@@ -236,4 +240,64 @@ def test_a_rank_whose_episodes_have_ended_generates_with_the_others(play):
     track = engine.generate(request(["1"], PARAMS)).root_track()
     engine.shutdown()
     assert rows(track, "tokens") == [[0, STOP]]
-    assert len(inner.asked) == 3 and ranks.asked == [True, False, False, False]
+    assert len(inner.asked) == 3 and ranks.asked == [False, False, False], "the first turn is taken unasked"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_parts_of_a_batch_take_their_turns_one_after_the_other(play, stages):
+    script: Script = {(7, row): [3, STOP] for row in range(5)}
+    script |= {(7, row, 3, STOP, SAYS, 3): [row, STOP] for row in range(5)}
+    script |= {(7, row, 3, STOP, SAYS, 3, row, STOP, SAYS, row): [4 * (row == 1), STOP] for row in (1, 2, 3)}
+    track, inner = play([f"7 {row}" for row in range(5)], script, pipeline_stages=stages)
+    ends = [row[EPISODE]["end"] for row in track.metadata]
+    assert ends == ["answered", "environment", "answered", "answered", "environment"]
+    assert [row[EPISODE]["turns"] for row in track.metadata] == [2, 3, 3, 3, 2]
+    alone, _ = play(["7 2"], script)
+    assert rows(track, "tokens")[2] == rows(alone, "tokens")[0]
+    assert max(req.batch_size for req in inner.asked) == -(-5 // stages)
+
+
+class TimedEngine(ScriptedEngine):
+    """Takes a moment, and notes when."""
+
+    def __init__(self, codec, script, noted):
+        super().__init__(codec, script)
+        self.noted = noted
+
+    def generate(self, req, policy=None):
+        with self.noted("engine"):
+            time.sleep(0.1)
+            return super().generate(req, policy)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_model_writes_for_one_part_while_the_environment_answers_another(stages):
+    script: Script = {(7, row): [3, STOP] for row in range(4)}
+    script |= {(*key, 3, STOP, SAYS, 3): [0, STOP] for key in script}
+    spans: dict[str, list[tuple[float, float]]] = {"engine": [], "environment": []}
+
+    @contextmanager
+    def noted(who):
+        begun = time.monotonic()
+        yield
+        spans[who].append((begun, time.monotonic()))
+
+    codec = TalkingCodec()
+    engine = TurnsEngine(
+        TimedEngine(codec, script, noted), codec, environment=Echo(), max_turns=4, pipeline_stages=stages
+    )
+    for workers in engine._workers:
+        workers.step = slowly(workers.step, noted)
+    engine.generate(request([f"7 {row}" for row in range(4)], PARAMS))
+    engine.shutdown()
+    together = [a for a in spans["engine"] for b in spans["environment"] if a[0] < b[1] and b[0] < a[1]]
+    assert bool(together) == (stages > 1)
+
+
+def slowly(step, noted):
+    def stepped(actions):
+        with noted("environment"):
+            time.sleep(0.1)
+            return step(actions)
+
+    return stepped

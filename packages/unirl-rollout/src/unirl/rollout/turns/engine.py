@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
@@ -88,6 +90,26 @@ class _Episode:
         }
 
 
+@dataclass
+class _Part:
+    """Episodes that take their turns together."""
+
+    workers: EnvironmentWorkers
+    num_turns: int = 0
+    acting: dict[str, _Episode] = field(default_factory=dict)
+    """Those that the environment answers, by name."""
+    answer: Future[tuple[dict[str, Any], float]] | None = None  # Any: steps
+    is_over: bool = False
+
+
+def _timed(
+    step: Callable[[Mapping[str, Turn]], dict[str, Any]], actions: Mapping[str, Turn]
+) -> tuple[dict[str, Any], float]:
+    """What the environment answers, and the seconds that it took."""
+    started = time.perf_counter()
+    return step(actions), time.perf_counter() - started
+
+
 @bounded("turns")
 class TurnsEngine(BaseRolloutEngine):
     """Lets an engine and an environment take turns, all episodes of a batch side by side.
@@ -100,7 +122,9 @@ class TurnsEngine(BaseRolloutEngine):
         episode behind its prompt; it ends before a turn that could pass them ("tokens"). None: what the context allows.
     sampling.max_new_tokens is the limit of one turn; a turn cut by it ends the episode ("length").
     call_tags: tokens around a call. shows_tools: whether prompts name the tools by the chat template.
-    num_workers: processes of the environment. step_timeout_s, memory_gb: of one call and of one process, see
+    pipeline_stages: parts of a batch that take their turns one after the other, so that the model writes for one while
+        the environment answers another; 2 where the environment takes about as long as the model.
+    num_workers: processes of the environment per part. step_timeout_s, memory_gb: of one call and of one process, see
         `EnvironmentWorkers`.
     Raises ConfigError if the tokenizer lacks the tags.
     """
@@ -118,6 +142,7 @@ class TurnsEngine(BaseRolloutEngine):
         max_tokens: PositiveInt | None = None,
         call_tags: tuple[str, str] = ("<tool_call>", "</tool_call>"),
         shows_tools: bool = True,
+        pipeline_stages: PositiveInt = 1,
         num_workers: PositiveInt = 1,
         step_timeout_s: Positive = 30.0,
         memory_gb: Positive | None = None,
@@ -132,9 +157,11 @@ class TurnsEngine(BaseRolloutEngine):
             self._tags = _tag_ids(pipeline, call_tags)
             if shows_tools:
                 pipeline.offer_tools(environment.schemas)
-        self._workers = EnvironmentWorkers(
-            environment, num_workers=num_workers, step_timeout_s=step_timeout_s, memory_gb=memory_gb
-        )
+        self._workers = [
+            EnvironmentWorkers(environment, num_workers=num_workers, step_timeout_s=step_timeout_s, memory_gb=memory_gb)
+            for _ in range(pipeline_stages)
+        ]
+        self._answering = ThreadPoolExecutor(pipeline_stages, "unirl-environment")
         self._listener: ChunkListener | None = None
         self._is_aborted = False
 
@@ -157,12 +184,13 @@ class TurnsEngine(BaseRolloutEngine):
             return self._engine.generate(req, policy)
         self._is_aborted = False
         params = text_params(req)
-        names = [f"{noise_key(req.rollout_id, sample)}" for sample in req.sample_ids]
+        names = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
         try:
             req, episodes, conditions = self._begun(req, params, names)
             track_name = self._play(req, episodes, conditions, names, policy)
         finally:
-            self._workers.end(names)
+            for workers in self._workers:
+                workers.end(names)
         resp = RolloutResp(tracks={track_name: _track(req, params, episodes, conditions)})
         if self._listener is not None:
             self._listener(resp)
@@ -184,7 +212,9 @@ class TurnsEngine(BaseRolloutEngine):
             name: (_task(row, text), noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment"))
             for name, row, text, group in zip(names, _rows(req), texts, req.group_ids, strict=True)
         }
-        opened = self._workers.reset(tasks)
+        opened = {
+            name: answer for part in self._answering.map(self._opened, *self._parts(tasks)) for name, answer in part
+        }
         took_s = time.perf_counter() - started
         for place, name in enumerate(names):
             first = opened[name]
@@ -211,19 +241,29 @@ class TurnsEngine(BaseRolloutEngine):
         policy: str | None,
     ) -> str:
         """Let all episodes come to their end. Returns the name of the engine's track."""
-        turn, track_name = 0, ""
-        while True:
-            going = [row for row, episode in enumerate(episodes) if episode.end is None]
-            if not (self._any_rank(bool(going)) if self._any_rank else going) and track_name:
+        parts = [_Part(workers) for workers in self._workers]
+        track_name = ""
+        for number, part in itertools.cycle(enumerate(parts)):
+            self._settle(part, text_params(req))
+            going = [row for row in range(number, len(episodes), len(parts)) if episodes[row].end is None]
+            if track_name and not part.is_over:
+                part.is_over = not (self._any_rank(bool(going)) if self._any_rank else going)
+            if all(each.is_over for each in parts):
                 return track_name
+            if part.is_over:
+                continue
             # Where weights are sharded, a rank whose episodes have all ended generates with the others, for nothing.
             rows = going or [0]
-            resp = self._engine.generate(_asked(req, episodes, conditions, rows, turn), policy)
+            resp = self._engine.generate(_asked(req, episodes, conditions, rows, part.num_turns), policy)
             track_name = resp.root_name()
+            part.num_turns += 1
             if going:
                 self._take(resp.root_track(), [episodes[row] for row in rows])
-                self._answer({names[row]: episodes[row] for row in rows}, text_params(req))
-            turn += 1
+                part.acting = {names[row]: episodes[row] for row in rows if episodes[row].end is None}
+                # Tokenizers are for one thread: only the environment works in the other.
+                actions = {name: self._turn(episode) for name, episode in part.acting.items()}
+                part.answer = self._answering.submit(_timed, part.workers.step, actions)
+        raise AssertionError("a cycle has no end")
 
     def _take(self, track: RolloutTrack, episodes: Sequence[_Episode]) -> None:
         """Add what the model wrote."""
@@ -240,15 +280,23 @@ class TurnsEngine(BaseRolloutEngine):
             if status[row] != SegmentStatus.COMPLETED:
                 episode.end = "length"
 
-    def _answer(self, episodes: Mapping[str, _Episode], params: ARSamplingParams) -> None:
-        """Let the environment answer the last turns of those that have not ended."""
-        acting = {name: episode for name, episode in episodes.items() if episode.end is None}
-        started = time.perf_counter()
-        steps = self._workers.step({name: self._turn(episode) for name, episode in acting.items()})
-        took_s = time.perf_counter() - started
+    def _parts(self, tasks: Mapping[str, tuple[Task, int]]) -> tuple[range, list[dict[str, tuple[Task, int]]]]:
+        """The numbers of the parts of a batch, and the episodes of each: every n-th."""
+        num, names = len(self._workers), list(tasks)
+        return range(num), [{name: tasks[name] for name in names[part::num]} for part in range(num)]
+
+    def _opened(self, part: int, tasks: Mapping[str, tuple[Task, int]]) -> list[tuple[str, Any]]:  # Any: observations
+        return list(self._workers[part].reset(tasks).items())
+
+    def _settle(self, part: _Part, params: ARSamplingParams) -> None:
+        """Wait for what the environment answers to the last turns of a part, and let its episodes read it."""
+        if part.answer is None:
+            return
+        steps, took_s = part.answer.result()
+        part.answer = None
         bridges: dict[tuple[Message, ...], list[int]] = {}
-        for name, episode in acting.items():
-            episode.counts[_SECONDS] += took_s / len(acting)
+        for name, episode in part.acting.items():
+            episode.counts[_SECONDS] += took_s / len(part.acting)
             step = steps[name]
             if isinstance(step, Lost):
                 episode.end, episode.reason = "failed", step.reason
@@ -308,7 +356,9 @@ class TurnsEngine(BaseRolloutEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def shutdown(self) -> None:
         """The engine, and the processes of the environment."""
-        self._workers.close()
+        self._answering.shutdown()
+        for workers in self._workers:
+            workers.close()
         self._engine.shutdown()
 
 
