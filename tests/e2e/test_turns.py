@@ -84,7 +84,6 @@ def test_the_examples_of_the_guide_play(tmp_path, monkeypatch):
     for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", page, re.DOTALL):
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tool, game = importlib.import_module("my_tools").Capital(), importlib.import_module("my_game").Guess(50)
     assert tool({"country": "Peru"}, {}) == "Lima"
     with pytest.raises(ToolError, match="no country 'Atlantis' is known"):

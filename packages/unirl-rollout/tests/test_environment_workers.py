@@ -19,11 +19,6 @@ from unirl.types.errors import ConfigError
 FOLDER = str(Path(__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", FOLDER)
-
-
 @pytest.fixture
 def workers(request):
     made = []
@@ -158,6 +153,12 @@ def test_an_environment_that_cannot_be_sent_is_refused():
         EnvironmentWorkers(Local(), num_workers=1, step_timeout_s=1.0)
 
 
+def test_a_class_of_the_script_that_runs_is_refused(monkeypatch):
+    monkeypatch.setattr(Counting, "__module__", "__main__")
+    with pytest.raises(ConfigError, match="Counting is defined in the script that runs.*Move it into a module"):
+        EnvironmentWorkers(Counting(), num_workers=1, step_timeout_s=1.0)
+
+
 def test_no_process_outlives_its_owner():
     script = (
         "import time\nfrom played_environments import Counting\n"
@@ -165,7 +166,7 @@ def test_no_process_outlives_its_owner():
         "pool = EnvironmentWorkers(Counting(), num_workers=2, step_timeout_s=5.0)\n"
         "pool.reset({'e': ({}, 0)})\nprint(*pool.pids, flush=True)\ntime.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=FOLDER) as owner:
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert len(pids) == 2

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,11 +101,6 @@ class Echo(TextEnvironment):
             raise OSError("the board broke")
         message = Message("user", str(first))
         return Step((message,), reward=float(first), terminated=first == 0, truncated=first == 4, counts={"moves": 1.0})
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """A process that plays episodes: `python -m unirl.rollout.environments.process CALLS LIFE`, two file descriptors.
 
-CALLS is a connection of `multiprocessing`: first the prototype and the limit of memory, then lists of calls,
-each answered by one message per call, in order. LIFE is never written to: it closes when the owner dies, however it
-dies.
+CALLS is a connection of `multiprocessing`: first the import path, then the prototype and the limit of memory, then
+lists of calls, each answered by one message per call, in order. LIFE is never written to: it closes when the owner
+dies, however it dies.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main(calls: int, life: int) -> None:
     threading.Thread(target=_end_with_owner, args=(life,), daemon=True).start()
     with Connection(calls) as owner:
         try:
+            sys.path += [place for place in wire.receive(owner) if place not in sys.path]
             prototype, memory_bytes = wire.receive(owner)
             if memory_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -27,6 +27,11 @@ def receive(connection: Connection) -> Any:  # Any: what the other end sent
 
 def require_sendable(environment: object) -> None:
     """Raise ConfigError if the object of a recipe cannot be sent to the processes that play."""
+    if type(environment).__module__ == "__main__":
+        raise ConfigError(
+            f"{type(environment).__name__} is defined in the script that runs, which the processes that play do not "
+            "import. Move it into a module next to the script."
+        )
     try:
         pickle.dumps(environment)
     except Exception as error:

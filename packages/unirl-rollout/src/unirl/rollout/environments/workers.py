@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from unirl.rollout.environments import wire
@@ -62,6 +63,7 @@ class _Process:
         )
         theirs.close()
         os.close(life)
+        wire.send(self._owner, [place or str(Path.cwd()) for place in sys.path])
         wire.send(self._owner, (prototype, memory_bytes))
         self.pid = self._child.pid
 
