@@ -26,6 +26,8 @@ CLONE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0
 """New namespaces of mounts, control groups, host names, IPC, users, processes and networks."""
 INSIDE = 65534
 """Id of the user and group in the sandbox: one without privileges there."""
+INSIDE_NAME = b"sandbox"
+"""What the machine is called there."""
 WORK = "/work"
 _MS_PRIVATE_ALL, _MS_BIND_ALL, _MS_NOSUID_NODEV, _MNT_DETACH = 0x44000, 0x5000, 0x6, 0x2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -89,6 +91,7 @@ def _make_namespaces() -> None:
 def _cut_off(request: dict[str, Any], alive: int) -> None:  # Any: JSON
     """Leave this process with nothing but its standard output, its folder and what is readable."""
     os.setsid()
+    _call("sethostname", INSIDE_NAME, len(INSIDE_NAME))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -10,23 +10,25 @@ from unirl.types.errors import ConfigError
 _COMMON = {
     "pidfd_open": 434, "pidfd_getfd": 438, "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426,
     "io_uring_register": 427, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432,
-    "fspick": 433, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
+    "fspick": 433, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447,
+    "process_mrelease": 448,
 }  # fmt: skip
 _X86_64 = {
-    "shmget": 29, "socket": 41, "fork": 57, "vfork": 58, "semget": 64, "msgget": 68, "ptrace": 101, "personality": 135,
-    "pivot_root": 155, "prctl": 157, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167,
-    "reboot": 169, "init_module": 175, "quotactl": 179, "mq_open": 240, "kexec_load": 246, "add_key": 248,
-    "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303,
-    "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
-    "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    "shmget": 29, "socket": 41, "fork": 57, "vfork": 58, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103,
+    "personality": 135, "modify_ldt": 154, "pivot_root": 155, "prctl": 157, "chroot": 161, "acct": 163, "mount": 165,
+    "umount2": 166, "swapon": 167, "reboot": 169, "init_module": 175, "quotactl": 179, "mq_open": 240,
+    "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272, "move_pages": 279,
+    "perf_event_open": 298, "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
+    "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319, "kexec_file_load": 320,
+    "bpf": 321, "userfaultfd": 323,
 }  # fmt: skip
 _AARCH64 = {
     "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "quotactl": 60, "acct": 89, "personality": 92,
-    "unshare": 97, "kexec_load": 104, "init_module": 105, "ptrace": 117, "reboot": 142, "prctl": 167, "mq_open": 180,
-    "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "add_key": 217, "request_key": 218, "keyctl": 219,
-    "swapon": 224, "perf_event_open": 241, "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268,
-    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "memfd_create": 279,
-    "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    "unshare": 97, "kexec_load": 104, "init_module": 105, "syslog": 116, "ptrace": 117, "reboot": 142, "prctl": 167,
+    "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198, "add_key": 217, "request_key": 218,
+    "keyctl": 219, "swapon": 224, "move_pages": 239, "perf_event_open": 241, "name_to_handle_at": 264,
+    "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+    "finit_module": 273, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
 }  # fmt: skip
 _MACHINES = {"x86_64": (0xC000003E, 56, _X86_64 | _COMMON), "aarch64": (0xC00000B7, 220, _AARCH64 | _COMMON)}
 """Machine -> what the kernel calls its architecture, the number of clone, and the calls that are refused."""

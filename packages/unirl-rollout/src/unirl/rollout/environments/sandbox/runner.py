@@ -39,7 +39,7 @@ class Limits:
     """What code may use."""
 
     time_s: float
-    """From its start to its end."""
+    """From its start, the sandbox being ready, to its end."""
     memory_bytes: int
     """Addresses of each of its processes."""
     files_bytes: int
@@ -79,8 +79,6 @@ class Sandbox:
 
     def run(self, code: str) -> Ran:
         """Run code to its end or its limits. Raises ConfigError if the machine cannot isolate it."""
-        limits = self._limits
-        deadline = time.monotonic() + limits.time_s
         status, theirs = os.pipe()
         command = [sys.executable, "-P", "-s", "-S", "-B", child.__file__, str(theirs)]
         process = subprocess.Popen(
@@ -96,7 +94,7 @@ class Sandbox:
         )
         os.close(theirs)
         try:
-            return self._ran(process, code, status, deadline)
+            return self._ran(process, code, status)
         finally:
             _stop(process)
             os.close(status)
@@ -121,14 +119,15 @@ class Sandbox:
         if reached := json.loads(ran.output):
             raise ConfigError(f"code of a model is not isolated on this machine: {'; '.join(reached)}. {_HELP}")
 
-    def _ran(self, process: subprocess.Popen[bytes], code: str, status: int, deadline: float) -> Ran:
+    def _ran(self, process: subprocess.Popen[bytes], code: str, status: int) -> Ran:
         stdin, stdout = cast("BinaryIO", process.stdin), cast("BinaryIO", process.stdout)  # pipes, as asked for
         with contextlib.suppress(BrokenPipeError), stdin:  # then its status says why
             stdin.write(json.dumps(self._request(code)).encode())
-        refusal, has_begun = _read(status, 10_000, deadline + _START_S)
+        refusal, has_begun = _read(status, 10_000, time.monotonic() + _START_S)
         if refusal or not has_begun:
             reason = refusal.decode() or f"it does not start within {_START_S:g} s"
             raise ConfigError(f"this machine cannot isolate code of a model: {reason}. {_HELP}")
+        deadline = time.monotonic() + self._limits.time_s
         most = self._limits.output_bytes
         written, is_all = _read(stdout.fileno(), most + 1, deadline)
         output = written[:most].decode(errors="replace")
