@@ -244,8 +244,9 @@ def test_sockets_of_other_processes_are_out_of_reach(python, tmp_path):
 
 
 @isolating
-@pytest.mark.parametrize("victim", ["os.getppid()", "0", "-1", str(os.getpid()), f"-{os.getpgrp()}"])
+@pytest.mark.parametrize("victim", ["os.getppid()", "0", "-1", "{pid}", "-{group}"])
 def test_no_other_process_gets_a_signal(python, victim):
+    victim = victim.format(pid=os.getpid(), group=os.getpgrp())
     got = []
     previous = signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
     try:
