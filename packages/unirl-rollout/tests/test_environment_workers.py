@@ -92,10 +92,10 @@ def test_a_process_that_dies_once_is_replaced_and_no_episode_notices(workers, tm
 
 
 @pytest.mark.parametrize(
-    ("action", "reason"), [("die", "ended with status 7, twice"), ("hang", "no answer within 1 s")]
+    ("action", "reason"), [("die", "ended with status 7, twice"), ("hang", "no answer within 3 s")]
 )
 def test_an_action_that_ends_every_process_loses_its_episode_alone(workers, action, reason):
-    pool = workers(Counting(), step_timeout_s=1.0)
+    pool = workers(Counting(), step_timeout_s=3.0)
     begun(pool, 3)
     pool.step({"e0": "a", "e1": "bb", "e2": "ccc"})
     found = pool.step({"e0": "dddd", "e1": action, "e2": "e"})

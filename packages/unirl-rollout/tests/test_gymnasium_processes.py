@@ -87,12 +87,12 @@ def test_what_cannot_be_played_again_is_lost_alone(opened):
     [
         ("raises", "ValueError: the arm is stuck"),
         ("nan", "the observation holds numbers that are not finite"),
-        ("hangs", "gave no answer within 1 s, twice"),
+        ("hangs", "gave no answer within 3 s, twice"),
         ("dies", "ended with status 3, twice"),
     ],
 )
 def test_an_episode_whose_environment_fails_says_how(opened, fault, words):
-    env = opened(options={"fault": fault, "only": 1}, step_timeout_s=1.0)
+    env = opened(options={"fault": fault, "only": 1}, step_timeout_s=3.0)
     env.start([0, 1, 2])
     moves = np.zeros((3, 4, 1), np.float32)
     played = env.play([0, 1, 2], moves)
