@@ -1,6 +1,7 @@
 """What `trainer doctor` says of a machine, and what completes in a shell."""
 
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,6 +15,8 @@ from unirl.app.command_line import VERBS
 from unirl.app.completion import words
 from unirl.app.main import USER_ERROR, main
 from unirl.datasets.catalog import SETS
+from unirl.rollout.environments.sandbox.runner import Sandbox
+from unirl.types.errors import ConfigError
 
 
 @pytest.fixture
@@ -48,6 +51,16 @@ def test_a_synced_engine_and_prepared_data_are_found(examined, tmp_path):
     assert f"1 of {len(SETS)} in datasets/: ocr" in text
 
 
+def test_a_machine_that_isolates_no_code_is_told_what_it_lacks(examined, monkeypatch):
+    def refuse(sandbox):
+        raise ConfigError("this machine cannot isolate code of a model: it lacks a layer")
+
+    monkeypatch.setattr(Sandbox, "verify", lambda sandbox: None)
+    assert re.search(r"yes +sandbox +code of models is isolated", examined()[1])
+    monkeypatch.setattr(Sandbox, "verify", refuse)
+    assert re.search(r"no +sandbox +code of models is not isolated +this machine .* it lacks a layer", examined()[1])
+
+
 def test_an_absent_or_old_library_is_named_with_what_is_needed(examined, monkeypatch):
     def without_peft(name):
         if name == "peft":
@@ -73,7 +86,7 @@ def completed(*typed):
 def test_words_complete_to_verbs_recipes_and_parts():
     assert set(VERBS) | {"sd3/nft", "parts/train=lora"} <= set(completed())
     assert "check" not in completed("check") and "sd3/nft" in completed("check")
-    assert completed("init") == ["reward", "algorithm", "model", "engine", "recipe"]
+    assert completed("init") == ["reward", "algorithm", "model", "engine", "environment", "tool", "recipe"]
     assert completed("init", "reward") == []
     assert "geneval" in completed("data", "prepare")
 

@@ -19,6 +19,8 @@ from rich.text import Text
 from unirl.app.environment import cluster_address, torch_devices
 from unirl.config.catalog import available
 from unirl.datasets.catalog import FOLDER, SETS
+from unirl.rollout.environments.tools.python import PythonInterpreter
+from unirl.types.errors import ConfigError
 
 APP = "unirl-trainer"
 SHOWN = ("torch", "diffusers", "transformers", "peft", "ray", "aiohttp")
@@ -89,6 +91,12 @@ def _machine() -> Iterator[Line]:
     else:
         count = torch_devices().num_devices(kind.name)
         yield Line("accelerator", True, f"{count} x {kind.hardware}")
+    try:
+        PythonInterpreter()
+    except ConfigError as error:
+        yield Line("sandbox", False, "code of models is not isolated", str(error))
+    else:
+        yield Line("sandbox", True, "code of models is isolated (the tool PythonInterpreter)")
     if address := cluster_address():
         yield Line("cluster", True, f"RAY_ADDRESS is {address}: runs with runtime=ray join it")
 
