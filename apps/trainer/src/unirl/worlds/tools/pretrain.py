@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from tokenizers import AddedToken
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
 from unirl.pretraining.saving import save_half
-from unirl.pretraining.text import byte_tokenizer
+from unirl.pretraining.text import byte_tokenizer, small_qwen3
 from unirl.worlds.tools.world import Problem, draw, is_held_out
 
 logger = logging.getLogger(__name__)
@@ -60,22 +60,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Two layers of width 128, four heads of width 32; 0.37 M parameters."""
-    config = Qwen3Config(
-        vocab_size=272,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
+    return small_qwen3(tokenizer, vocab_size=272, width=128, num_positions=256)
 
 
 def call_text(expression: str) -> str:

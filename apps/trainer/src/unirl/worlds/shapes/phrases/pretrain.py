@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from unirl.pretraining.command_line import make_checkpoint
 from unirl.pretraining.fit import fit
 from unirl.pretraining.saving import save_half
+from unirl.pretraining.text import small_qwen3
 from unirl.reward.worlds.shapes_grammar import prompt_of
 from unirl.worlds.shapes.phrases.evaluate import evaluate
 from unirl.worlds.shapes.phrases.text import INSTRUCTION, phrase_tokenizer
@@ -72,22 +73,7 @@ def pretrain(out: Path, *, seed: int, budget: Budget) -> None:
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Two layers of width 96, four heads of width 32 (what vLLM's CPU kernels take at least); 0.2 M parameters."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
+    return small_qwen3(tokenizer, vocab_size=len(tokenizer), width=96, num_positions=64)
 
 
 def make_lessons(tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
