@@ -73,7 +73,7 @@ def test_a_stock_pipeline_with_the_exported_lora_reproduces_the_evaluation(recip
     before = stock_images(plain, small, prompts)
     plain.load_lora_weights(str(tmp_path / "lora"))
     after = stock_images(plain, small, prompts)
-    assert "A LoRA (rank 4, alpha 8) of `checkpoint`" in (tmp_path / "lora" / "README.md").read_text()
+    assert "A LoRA (rank 4, alpha 8) of `shapes/checkpoint`" in (tmp_path / "lora" / "README.md").read_text()
     assert float((before - images).abs().max()) > 0.05, "training changed nothing"
     torch.testing.assert_close(after, images, rtol=0, atol=0.5 / 255 + 1e-4)  # recorded in bytes
 

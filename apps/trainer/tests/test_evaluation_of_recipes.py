@@ -51,7 +51,7 @@ WITHOUT_GUIDANCE = ("nft", "awm", "crd", "dgpo", "flowdppo", "cppo", "flowgrpo_c
 
 def drawn() -> list[str]:
     """Recipes of real size that make images or videos."""
-    return [name for name in available() if not name.startswith(("worlds/", "llm/", "vlm/", "vla/"))]
+    return [name for name in available() if not name.startswith(("worlds/", "llm/", "vlm/", "vla/", "sft/"))]
 
 
 @pytest.mark.parametrize("name", drawn())

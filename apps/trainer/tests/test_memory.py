@@ -15,7 +15,17 @@ from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.types.errors import ConfigError
 
-OTHERS = ("worlds/", "llm/", "vlm/", "vla/", "pe/", "bagel/think", "hunyuan_image3/think", "hunyuan_image3/vllm")
+OTHERS = (
+    "worlds/",
+    "llm/",
+    "vlm/",
+    "vla/",
+    "pe/",
+    "bagel/think",
+    "hunyuan_image3/think",
+    "hunyuan_image3/vllm",
+    "sft/",
+)
 REAL = [name for name in available() if not name.startswith(OTHERS)]
 """Recipes of images and videos alone, of real size."""
 NUMBERS = {"eight": 8, "sixteen": 16, "thirty-two": 32}
