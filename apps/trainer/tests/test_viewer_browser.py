@@ -58,6 +58,8 @@ def folder(tmp_path: Path) -> Path:
     sound = SampleRecord(sample_id="w", track="sound", media=Sound(torch.zeros(800), 8000), **usual)
     video = Video(pixels.expand(4, 3, 8, 8).contiguous(), 8.0, 4)
     files.write("rollout", 4, [sound, SampleRecord(sample_id="v", track="video", media=video, **usual)])
+    said = [{"role": role, "content": HOSTILE} for role in ("user", "assistant", "tool", "assistant")]
+    usual["metadata"] = {"episode": {"transcript": said}}
     records = [SampleRecord(sample_id=f"s{i}", track="text", media=Text(HOSTILE, 2), **usual) for i in range(60)]
     files.write("rollout", 3, records)
     trace = {"kind": "tokens", "sample_id": "s0", "update": 0, "tokens": [1, 2], "texts": ["<b>", " x"]}
@@ -135,6 +137,8 @@ def test_a_sample_has_its_tokens_the_other_steps_and_a_slider(browsing: Any, fol
         await tab.until(has(".token", 2))
         assert await tab.value("document.querySelector('.token').textContent") == "<b>"
         assert await tab.value("document.querySelector('.large .said').textContent") == HOSTILE
+        assert await tab.value("document.querySelectorAll('.turns li.own').length") == 2
+        assert await tab.value("document.querySelector('.turns .said').textContent") == HOSTILE
         await tab.open(f"{address}#/sample?run=a&kind=eval&step=5&offset=0")
         await tab.until(has(".over img", 2))
         await tab.value("slider = document.querySelector('.compare [type=range]'), slider.value = 20")

@@ -22,11 +22,20 @@ export function Sample({ params, runs }) {
       <${Medium} run=${run} medium=${parent.media} label=${parent.prompt} /></section>`}
     ${sample.drawn_from && html`<section><h3>Made from</h3><pre class="said" tabindex="0">${sample.drawn_from}</pre></section>`}
     <section class="large"><${Medium} run=${run} medium=${sample.media} label=${sample.prompt} /></section>
+    <${Conversation} said=${sample.metadata?.episode?.transcript} />
     <${Facts} sample=${sample} />
     <${Table} sample=${sample} />
     <${Trace} sample=${sample} trace=${trace} />
     <${Others} run=${run} sample=${sample} runs=${runs} />
   </div>`;
+}
+
+// What the model and its environment said to each other, turn by turn.
+function Conversation({ said }) {
+  if (!Array.isArray(said) || said.length < 3) return null;
+  return html`<section><h3>Conversation <span class="quiet">${said.length}</span></h3>
+    <ol class="turns" tabindex="0" role="region" aria-label="conversation">${said.map(({ role, content }) => html`<li class=${role === "assistant" ? "own" : ""}>
+      <span class="quiet">${role}</span><pre class="said">${content.trim()}</pre></li>`)}</ol></section>`;
 }
 
 function Table({ sample }) {
