@@ -5,6 +5,8 @@ Nothing here draws or scores a token: `unirl.models.ar` does that for every adap
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -116,6 +118,7 @@ class TextAdapter:
         """True if prompts are messages in the chat template."""
         self._system_prompt = system_prompt
         self._template_kwargs = dict(template_kwargs or {})
+        self._scaffolds: dict[tuple[str, ...], tuple[list[list[int]], int]] = {}
 
     @property
     def context_length(self) -> int:
@@ -173,9 +176,12 @@ class TextAdapter:
 
     def templated(self, content: str | list[dict[str, str]]) -> list[int]:
         """Tokens of a user's message, text or the parts that a multimodal template takes, in the chat template."""
-        messages: list[Any] = [{"role": "user", "content": content}]  # Any: the library declares contents of text alone
-        if self._system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        return self._asked([{"role": "user", "content": content}])
+
+    def _asked(self, messages: list[dict[str, Any]]) -> list[int]:  # Any: the library declares contents of text alone
+        """Tokens of what stands before the model's first turn, in the chat template, under the system prompt."""
+        if self._system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
         rendered = self.bundle.tokenizer.apply_chat_template(
             messages,
             tokenize=False,
@@ -197,6 +203,7 @@ class TextAdapter:
                 "them. Name them in the prompts and set turns.shows_tools: false, or take a model whose template does."
             )
         self._template_kwargs["tools"] = [dict(schema) for schema in schemas]
+        self._scaffolds.clear()
 
     def bridge(self, messages: Sequence[Message]) -> list[int]:
         """Tokens between the end of the model's turn, which it has written itself, and the begin of its next one.
@@ -209,21 +216,11 @@ class TextAdapter:
                 "several turns need a chat template, which says how messages follow each other. Take a model whose "
                 "tokenizer has one, and leave chat_template unset."
             )
-        marks = [f"<<message {place} of {len(messages)}>>" for place in range(len(messages))]
-        rest = self._rendered_behind(
-            [{"role": each.role, "content": mark} for each, mark in zip(messages, marks, strict=True)]
-        )
-        rest = rest[self._end_of_turn(rest)[0] :]
-        tokens: list[int] = []
-        for each, mark in zip(messages, marks, strict=True):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise ConfigError(
-                    f"the chat template of {self.bundle.pretrained_model} leaves out messages of the role {each.role!r}"
-                )
-            tokens += self.bundle.tokenizer(before, add_special_tokens=False)["input_ids"]
-            tokens += self._plain_tokens(each.content)
-        return tokens + self.bundle.tokenizer(rest, add_special_tokens=False)["input_ids"]
+        scaffold, _ = self._scaffold(tuple(each.role for each in messages))
+        tokens = list(scaffold[0])
+        for each, behind in zip(messages, scaffold[1:], strict=True):
+            tokens += [*self._plain_tokens(each.content), *behind]
+        return tokens
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """Tokens of a whole conversation, as a rollout of it would have them. Raises as `bridge`."""
@@ -246,40 +243,54 @@ class TextAdapter:
         """Tokens of the messages before the model's first turn."""
         if not self.uses_template:
             return self.prompt_tokens("".join(each.content for each in messages))
-        said = [{"role": each.role, "content": each.content} for each in messages]
-        if self._system_prompt is not None and said[0]["role"] != "system":
-            said.insert(0, {"role": "system", "content": self._system_prompt})
-        rendered = self.bundle.tokenizer.apply_chat_template(
-            said, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-        )
-        return self.bundle.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self._asked([{"role": each.role, "content": each.content} for each in messages])
 
     def _turn_end(self) -> int:
         """The token that ends a turn of the model."""
-        if not self.uses_template:
-            return self.bundle.tokenizer.eos_token_id
-        return self._end_of_turn(self._rendered_behind([]))[1]
+        return self._scaffold(())[1] if self.uses_template else self.bundle.tokenizer.eos_token_id
 
     def _plain_tokens(self, text: str) -> list[int]:
         """Tokens of a text none of which is an added one: special tokens and tags that it spells are cut in two."""
-        added: list[str] = sorted(self.bundle.tokenizer.get_added_vocab(), key=len, reverse=True)
-        spelled = re.compile("|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)")
-        pieces, start = [], 0
-        for found in spelled.finditer(text):
-            pieces += [text[start : found.start() + 1]]
-            start = found.start() + 1
-        pieces.append(text[start:])
+        cuts = [0, *(found.start() + 1 for found in self._added_tokens.finditer(text)), len(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
         return [token for piece in pieces for token in self.bundle.tokenizer(piece, **_PLAIN)["input_ids"]]
 
-    def _rendered_behind(self, said: Sequence[Mapping[str, str]]) -> str:
-        """What the template writes behind what the model has written, with these messages after it."""
+    @functools.cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        added: list[str] = sorted(self.bundle.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)")
+
+    def _scaffold(self, roles: tuple[str, ...]) -> tuple[list[list[int]], int]:
+        """What the template writes before, between and behind messages of these roles that follow a turn of the model,
+        and the token that ends the turn. Rendered once: it does not depend on what the messages say."""
+        if roles not in self._scaffolds:
+            self._scaffolds[roles] = self._rendered_scaffold(roles)
+        return self._scaffolds[roles]
+
+    def _rendered_scaffold(self, roles: tuple[str, ...]) -> tuple[list[list[int]], int]:
+        marks = [f"<<message {place} of {len(roles)}>>" for place in range(len(roles))]
         rendered = self.bundle.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "question"}, {"role": ASSISTANT, "content": _WRITTEN}, *said],
+            [
+                {"role": "user", "content": "question"},
+                {"role": ASSISTANT, "content": _WRITTEN},
+                *({"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)),
+            ],
             tokenize=False,
             add_generation_prompt=True,
             **self._template_kwargs,
         )
-        return str(rendered).partition(_WRITTEN)[2]
+        rest = str(rendered).partition(_WRITTEN)[2]
+        start, end = self._end_of_turn(rest)
+        rest, pieces = rest[start:], []
+        for role, mark in zip(roles, marks, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise ConfigError(
+                    f"the chat template of {self.bundle.pretrained_model} leaves out messages of the role {role!r}"
+                )
+            pieces.append(before)
+        tokenizer = self.bundle.tokenizer
+        return [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (*pieces, rest)], end
 
     def _end_of_turn(self, behind: str) -> tuple[int, int]:
         """Place behind the first end-of-sequence token in what follows a turn of the model, and that token."""
