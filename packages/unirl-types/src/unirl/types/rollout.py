@@ -17,7 +17,7 @@ from torch import Tensor
 from unirl.types.batch import Batch, Indices, peak, per_sample, rows_by, shared
 from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
-from unirl.types.media import Images, Primitive, SizedImages
+from unirl.types.media import Images, Primitive, SizedImages, Texts
 from unirl.types.sampling import BaseSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, Segment, SizedLatents
 
@@ -75,6 +75,17 @@ class RolloutReq(Batch):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_unique(self.sample_ids, "RolloutReq.sample_ids")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:  # Any: rows of a user's data file
+        """`metadata` of every sample, an empty mapping where there is none."""
+        return [row or {} for row in self.metadata] or [{} for _ in range(self.batch_size)]
+
+    @property
+    def texts(self) -> list[str]:
+        """The slot "text" of every sample, empty where there is none."""
+        texts = self.primitives.get("text")
+        return list(texts.texts) if isinstance(texts, Texts) else [""] * self.batch_size
 
     def make_root_track(
         self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None

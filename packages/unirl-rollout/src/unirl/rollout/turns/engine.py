@@ -50,6 +50,8 @@ class _Episode:
     log_probs: list[float] = field(default_factory=list)
     is_written: list[bool] = field(default_factory=list)
     """By the model."""
+    last_turn: list[int] = field(default_factory=list)
+    """What the model wrote last."""
     transcript: list[dict[str, str]] = field(default_factory=list)
     num_turns: int = 0
     reward: float = 0.0
@@ -62,6 +64,7 @@ class _Episode:
         self.tokens += tokens
         self.log_probs += log_probs
         self.is_written += [True] * len(tokens)
+        self.last_turn = list(tokens)
         self.num_turns += 1
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -199,22 +202,22 @@ class TurnsEngine(BaseRolloutEngine):
     def _is_given(self, req: RolloutReq) -> bool:
         """True if the engine returns conversations that the rows bring, which no environment has to answer."""
         is_offline = isinstance(self._engine, BaseRolloutEngine) and self._engine.needs_texts
-        return is_offline and any(demonstration("", row) for row in _rows(req))
+        return is_offline and any(demonstration("", row) for row in req.rows)
 
     def _begun(
         self, req: RolloutReq, params: ARSamplingParams, names: Sequence[str]
     ) -> tuple[RolloutReq, list[_Episode], dict[str, Condition]]:
         """The request with the prompts that the environment replaces, its episodes, and their conditions."""
-        texts = _texts(req)
+        texts = req.texts
         started = time.perf_counter()
-        tasks = {
+        tasks: list[dict[str, tuple[Task, int]]] = [{} for _ in self._workers]
+        for number, (name, row, group) in enumerate(zip(names, req.rows, req.group_ids, strict=True)):
             # Episodes of a group begin equally.
-            name: (_task(row, text), noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment"))
-            for name, row, text, group in zip(names, _rows(req), texts, req.group_ids, strict=True)
-        }
-        opened = {
-            name: answer for part in self._answering.map(self._opened, *self._parts(tasks)) for name, answer in part
-        }
+            seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
+            tasks[number % len(tasks)][name] = {**row, "prompt": texts[number]}, seed
+        opened: dict[str, Any] = {}  # Any: what each observes first
+        for part in self._answering.map(EnvironmentWorkers.reset, self._workers, tasks):
+            opened.update(part)
         took_s = time.perf_counter() - started
         for place, name in enumerate(names):
             first = opened[name]
@@ -280,14 +283,6 @@ class TurnsEngine(BaseRolloutEngine):
             if status[row] != SegmentStatus.COMPLETED:
                 episode.end = "length"
 
-    def _parts(self, tasks: Mapping[str, tuple[Task, int]]) -> tuple[range, list[dict[str, tuple[Task, int]]]]:
-        """The numbers of the parts of a batch, and the episodes of each: every n-th."""
-        num, names = len(self._workers), list(tasks)
-        return range(num), [{name: tasks[name] for name in names[part::num]} for part in range(num)]
-
-    def _opened(self, part: int, tasks: Mapping[str, tuple[Task, int]]) -> list[tuple[str, Any]]:  # Any: observations
-        return list(self._workers[part].reset(tasks).items())
-
     def _settle(self, part: _Part, params: ARSamplingParams) -> None:
         """Wait for what the environment answers to the last turns of a part, and let its episodes read it."""
         if part.answer is None:
@@ -315,10 +310,7 @@ class TurnsEngine(BaseRolloutEngine):
 
     def _turn(self, episode: _Episode) -> Turn:
         """The model's last turn as the environment takes it."""
-        start = len(episode.tokens)
-        while start > 0 and episode.is_written[start - 1]:
-            start -= 1
-        calls = () if self._tags is None else calls_of(episode.tokens[start:], *self._tags, self._codec.text_of)
+        calls = () if self._tags is None else calls_of(episode.last_turn, *self._tags, self._codec.text_of)
         return Turn(episode.transcript[-1]["content"], calls)
 
     def _apply(self, step: Step[Sequence[Message]], episode: _Episode) -> None:
@@ -373,19 +365,6 @@ def _tag_ids(codec: ConversationCodec, tags: Sequence[str]) -> tuple[int, int]:
     return begin, end
 
 
-def _texts(req: RolloutReq) -> list[str]:
-    texts = req.primitives.get("text")
-    return list(texts.texts) if isinstance(texts, Texts) else [""] * req.batch_size
-
-
-def _rows(req: RolloutReq) -> list[dict[str, Any] | None]:  # Any: rows of a user's data file
-    return req.metadata or [None] * req.batch_size
-
-
-def _task(row: Mapping[str, Any] | None, prompt: str) -> Task:  # Any: a row of a user's data file
-    return {**(row or {}), "prompt": prompt}
-
-
 def _asked(
     req: RolloutReq,
     episodes: Sequence[_Episode],
@@ -429,7 +408,7 @@ def _track(
     counts["turns"] = torch.tensor([float(episode.num_turns) for episode in episodes])
     counts["written_tokens"] = torch.tensor([float(sum(episode.is_written)) for episode in episodes])
     return track.replace(
-        metadata=[{**(row or {}), EPISODE: episode.summary} for row, episode in zip(_rows(req), episodes, strict=True)],
+        metadata=[{**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)],
         counts=counts,
         policy_versions=torch.tensor([min(episode.versions, default=0) for episode in episodes]),
     )

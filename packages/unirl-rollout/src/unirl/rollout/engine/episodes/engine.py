@@ -47,13 +47,10 @@ def start_seeds(req: RolloutReq, params: ActionSamplingParams) -> list[int]:
     """The seed of each episode's start: `metadata.seed` of its row, else one that follows from its group. So the
     episodes of a group start alike. Raises ConfigError for a seed that is no number that environments take."""
     seeds = []
-    for row, group in enumerate(req.group_ids or req.sample_ids):
-        metadata = (req.metadata[row] if req.metadata else None) or {}
-        seed = metadata.get(SEED, noise_seed(params.seed, group) % SEED_RANGE)
+    for name, row, group in zip(req.sample_ids, req.rows, req.group_ids or req.sample_ids, strict=True):
+        seed = row.get(SEED, noise_seed(params.seed, group) % SEED_RANGE)
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < SEED_RANGE:
-            raise ConfigError(
-                f"{req.sample_ids[row]}: metadata.{SEED} = {seed!r} must be a whole number of 0 to {SEED_RANGE - 1}."
-            )
+            raise ConfigError(f"{name}: metadata.{SEED} = {seed!r} must be a whole number of 0 to {SEED_RANGE - 1}.")
         seeds.append(seed)
     return seeds
 
@@ -210,8 +207,7 @@ class EpisodesEngine(DirectSampling):
         )
         verify_action_segment(segment)
         track = req.make_root_track(conditions={}, segment=segment, decoded=self._videos(log))
-        given = req.metadata or [None] * req.batch_size
-        track.metadata = [{**(own or {}), EPISODE: log.said(row)} for row, own in enumerate(given)]
+        track.metadata = [{**own, EPISODE: log.said(row)} for row, own in enumerate(req.rows)]
         track.counts = {
             "decisions": torch.tensor(lengths, dtype=torch.float32),
             "moves": torch.tensor(log.moves, dtype=torch.float32),

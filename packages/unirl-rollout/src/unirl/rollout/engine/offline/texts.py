@@ -58,10 +58,7 @@ class OfflineTextEngine(TrainsideTextEngine):
         self._device = torch.device(device)
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
-        asked = req.primitives.get("text")
-        texts = asked.texts if isinstance(asked, Texts) else [""] * req.batch_size
-        rows = req.metadata or [None] * req.batch_size
-        said = [demonstration(text, row) for text, row in zip(texts, rows, strict=True)]
+        said = [demonstration(text, row) for text, row in zip(req.texts, req.rows, strict=True)]
         found = [messages for messages in said if messages is not None]
         if not found:
             return super()._generate_chunk(req)
@@ -87,9 +84,7 @@ class OfflineTextEngine(TrainsideTextEngine):
         answers = Texts(texts=[messages[-1].content for messages in found])
         conditions = {"prompt": PromptCondition.pack(tokens=prompts)}
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=answers)
-        track.metadata = [
-            {**(row or {}), EPISODE: _summary(messages)} for row, messages in zip(rows, found, strict=True)
-        ]
+        track.metadata = [{**row, EPISODE: _summary(messages)} for row, messages in zip(req.rows, found, strict=True)]
         return RolloutResp(tracks={self._track: track})
 
     def _check_length(self, name: str, given: Conversation) -> None:
