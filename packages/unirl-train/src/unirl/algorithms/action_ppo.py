@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from unirl.algorithms.action_grpo import ActionGRPO, action_segment
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.critic import TokenCritic
-from unirl.algorithms.gae import generalized_advantages
+from unirl.algorithms.gae import packed_advantages, padded
 from unirl.algorithms.values import explain_variance, report_values, value_loss
 from unirl.types.actions import ActionSegment
 from unirl.types.bounds import NonNegative, Positive, PositiveOrInf, UnitInterval, bounded
@@ -47,15 +46,10 @@ def episode_advantages(
     cut off the value of the observation that it would have gone on from.
     gamma, lam: per decision, a chunk of moves.
     """
-    lengths = lengths_B.tolist()
-    rewards_BT = _padded(widened(rewards_N), lengths)
-    rows = torch.arange(len(lengths), device=rewards_BT.device)
+    rewards_BT = padded(widened(rewards_N), lengths_B)
+    rows = torch.arange(len(lengths_B), device=rewards_BT.device)
     rewards_BT[rows, lengths_B.to(rows.device) - 1] += gamma * widened(final_values_B)
-    advantages_BT, returns_BT = generalized_advantages(
-        rewards_BT, _padded(values_N, lengths), gamma=gamma, lam=lam, lengths_B=lengths_B
-    )
-    is_decision = torch.arange(rewards_BT.shape[1], device=rows.device) < lengths_B.to(rows.device)[:, None]
-    return advantages_BT[is_decision], returns_BT[is_decision]
+    return packed_advantages(rewards_BT, values_N, lengths_B, gamma=gamma, lam=lam)
 
 
 @bounded("algorithm")
@@ -164,8 +158,3 @@ class ActionPPO(ActionGRPO):
             lam=self.lam,
         )
         return {"value": values_N, "advantage": advantages_N.float(), "return": returns_N.float()}
-
-
-def _padded(values_N: Tensor, lengths: list[int]) -> Tensor:
-    """[B, T], zeros after each episode's decisions."""
-    return pad_sequence(list(values_N.split(lengths)), batch_first=True)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.base import MicroBatch, RowMetrics
 from unirl.algorithms.critic import TokenCritic
-from unirl.algorithms.gae import generalized_advantages
+from unirl.algorithms.gae import packed_advantages, padded
 from unirl.algorithms.reference import METRIC as REFERENCE_KL
 from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
@@ -90,25 +88,17 @@ class ARPPO(ARGRPO):
         self, micro: MicroBatch, stats: TokenStats, trained: TrainedTokens, reference_logp_M: Tensor | None
     ) -> dict[str, Tensor]:
         """Value, advantage and return [M] under the critic before the first update."""
-        lengths = trained.lengths_B.tolist()
         value_M = self.critic(trained.of(stats.hidden_N))
         fields = {"value": value_M}
         rewards: Tensor = micro.advantages
         if reference_logp_M is not None:
             k1_N = fields["k1"] = trained.of(stats.logp_N) - reference_logp_M
-            rewards = widened(_padded(-self.reference.coef * k1_N, lengths))
+            rewards = widened(padded(-self.reference.coef * k1_N, trained.lengths_B))
             rewarded = trained.lengths_B.nonzero().flatten()
             rewards[rewarded, trained.lengths_B[rewarded] - 1] += widened(micro.advantages[rewarded])
             fields["penalty"] = -self.reference.coef * sequence_sum(k1_N, trained.lengths_B)
-        advantages_BT, returns_BT = generalized_advantages(
-            rewards, _padded(value_M, lengths), gamma=self.gamma, lam=self.lam, lengths_B=trained.lengths_B
-        )
-        is_token = torch.arange(advantages_BT.shape[1], device=value_M.device) < trained.lengths_B[:, None]
-        return {
-            **fields,
-            "advantage": advantages_BT[is_token].float(),
-            "return": returns_BT[is_token].float(),
-        }
+        advantages_M, returns_M = packed_advantages(rewards, value_M, trained.lengths_B, gamma=self.gamma, lam=self.lam)
+        return {**fields, "advantage": advantages_M.float(), "return": returns_M.float()}
 
     def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
         """The generalised advantage of every token [M]."""
@@ -129,8 +119,3 @@ class ARPPO(ARGRPO):
         """Say how much of the returns' variance the critic explains."""
         super().after_update(metrics, num_samples)
         explain_variance(metrics)
-
-
-def _padded(values_M: Tensor, lengths: list[int]) -> Tensor:
-    """[B, T], zeros after each sample's tokens."""
-    return pad_sequence(list(values_M.split(lengths)), batch_first=True)

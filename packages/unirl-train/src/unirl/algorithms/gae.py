@@ -1,12 +1,14 @@
-"""Generalised advantage estimation. A pure function.
+"""Generalised advantage estimation. Pure functions.
 
-Legend: B samples, S steps in the order of time: stochastic denoising steps, or tokens.
+Legend: B samples, S steps in the order of time: stochastic denoising steps, tokens or decisions, N steps of all samples
+end to end.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from unirl.types.devices import widened
 from unirl.types.errors import ConfigError, ContractError
@@ -50,3 +52,19 @@ def generalized_advantages(
         running = delta[:, step] + gamma * lam * running
         advantages[:, step] = running
     return advantages, advantages + values
+
+
+def padded(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B, S] of values of samples end to end, zeros after the steps of each."""
+    return pad_sequence(list(values_N.split(lengths_B.tolist())), batch_first=True)
+
+
+def packed_advantages(
+    rewards: Tensor, values_N: Tensor, lengths_B: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """`generalized_advantages` of samples end to end: advantages and returns, float64 [N] each. rewards: as there."""
+    advantages_BS, returns_BS = generalized_advantages(
+        rewards, padded(values_N, lengths_B), gamma=gamma, lam=lam, lengths_B=lengths_B
+    )
+    is_real = torch.arange(advantages_BS.shape[1], device=values_N.device) < lengths_B.to(values_N.device)[:, None]
+    return advantages_BS[is_real], returns_BS[is_real]
