@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unirl.rollout.environments import rules as environments
 from unirl.types.recipe import Messages, Part, Run
 
 PYTHON = "unirl.rollout.environments.tools.python.PythonInterpreter"
@@ -12,25 +13,6 @@ def texts_take_turns(own: Part, run: Run) -> Messages:
     for stage in run.stages:
         if stage.turns is own and not stage.sampling.ability("samples_tokens"):
             yield f"{own.at}: {stage.engine.name} samples no texts, and only these take turns. Remove {own.at}."
-
-
-def ranks_have_their_own_samples(own: Part, run: Run) -> Messages:
-    """Ranks that work on the same samples would each ask the environment."""
-    for policy in run.policies.values():
-        if policy.ranks_per_sample > 1:
-            yield (
-                f"{own.at} with {policy.prefix}backend.topology.sp = {policy.ranks_per_sample}: ranks that share "
-                "samples would each play their episodes. Set sp: 1."
-            )
-
-
-def failed_episodes_are_dropped(own: Part, run: Run) -> Messages:
-    """An episode whose environment fails has no reward, which must not end the run unless that is wanted."""
-    if run.reward.get("on_failure") == "retry":
-        yield (
-            f"reward.on_failure: retry would score an episode again whose environment ({own.at}) has failed, to no "
-            "avail. Set drop_group, or raise to stop at the first."
-        )
 
 
 def lengths_are_of_turns(own: Part, run: Run) -> Messages:
@@ -60,9 +42,8 @@ def calls_end_before_their_step(own: Part, run: Run) -> Messages:
 
 
 RULES = (
+    *environments.RULES,
     lengths_are_of_turns,
     texts_take_turns,
-    ranks_have_their_own_samples,
-    failed_episodes_are_dropped,
     calls_end_before_their_step,
 )

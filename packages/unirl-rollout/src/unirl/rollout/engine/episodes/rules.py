@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unirl.rollout.environments import rules as environments
 from unirl.types.errors import UniRLError
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -45,25 +46,6 @@ def environment_fits_by_its_class(own: Part, run: Run) -> Messages:
     known = {name: environment.ability(name) for name in SIZES}
     if any(value is not None for value in known.values()):
         yield from _misfits(own, run, run.policy.bundle.node.get("config"), known)
-
-
-def ranks_have_their_own_episodes(own: Part, run: Run) -> Messages:
-    """Ranks that work on the same samples would each play them."""
-    for policy in run.policies.values():
-        if policy.ranks_per_sample > 1:
-            yield (
-                f"{policy.backend.at}.topology.sp = {policy.ranks_per_sample}: ranks that share samples would each "
-                "play their episodes. Set sp: 1."
-            )
-
-
-def lost_episodes_are_dropped(own: Part, run: Run) -> Messages:
-    """An episode whose environment was lost has no reward, however often it is asked for."""
-    if run.reward.get("on_failure") == "retry":
-        yield (
-            f"reward.on_failure: retry would score an episode again whose environment ({own.at}.environment) was lost, "
-            "to no avail. Set drop_group, or raise to stop at the first."
-        )
 
 
 def environment_is_here(own: Part, run: Run, machine: Machine) -> Messages:
@@ -118,11 +100,10 @@ def _plain(value: Any) -> Any:  # Any: a number, or a shape in whatever sequence
 
 
 RULES = (
+    *environments.RULES,
     actions_are_sampled,
     episodes_stand_alone,
     environment_is_named,
     environment_fits_by_its_class,
-    ranks_have_their_own_episodes,
-    lost_episodes_are_dropped,
 )
 MACHINE_RULES = (environment_is_here,)
