@@ -16,7 +16,7 @@ import numpy as np
 
 from unirl.pretraining.prompt_files import write_from_command_line, write_rows
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
 
 Category = Literal["short", "long", "three"]
 SHARES: dict[Category, float] = {"short": 0.3, "long": 0.4, "three": 0.3}
@@ -69,12 +69,7 @@ class Adder(Tool):
     """Adds two whole numbers."""
 
     description: ClassVar[str] = "Add two whole numbers."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "for example 48213+95760"}},
-        "required": ["expression"],
-        "additionalProperties": False,
-    }
+    parameters: ClassVar[Mapping[str, Any]] = one_text("expression", "for example 48213+95760")  # Any: JSON
     deterministic: ClassVar[bool] = True
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:

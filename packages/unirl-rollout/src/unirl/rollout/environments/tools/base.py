@@ -27,3 +27,14 @@ class Tool(ABC):
     @abstractmethod
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:  # Any: JSON, as `parameters` says
         """The answer. Raises ToolError with what the model is to be told; what else it raises fails the episode."""
+
+
+def one_text(name: str, description: str | None = None) -> dict[str, Any]:  # Any: JSON
+    """The JSON schema of one argument, a text."""
+    said = {} if description is None else {"description": description}
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", **said}},
+        "required": [name],
+        "additionalProperties": False,
+    }

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
 
 _MAX_CHARS = 200
 _MAX_BITS = 4096
@@ -32,12 +32,7 @@ class Calculator(Tool):
     """
 
     description: ClassVar[str] = "Calculate an arithmetic expression with + - * / // % ** and brackets."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "for example (3.5 + 4) * 2"}},
-        "required": ["expression"],
-        "additionalProperties": False,
-    }
+    parameters: ClassVar[Mapping[str, Any]] = one_text("expression", "for example (3.5 + 4) * 2")  # Any: JSON
     deterministic: ClassVar[bool] = True
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:

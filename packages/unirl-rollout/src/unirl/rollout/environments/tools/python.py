@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.sandbox.runner import Limits, Ran, Sandbox
-from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
@@ -34,12 +34,7 @@ class PythonInterpreter(Tool):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.environments.tools.python_rules"
     description: ClassVar[str] = "Run Python code. Answers what it prints and the value of a last expression."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
-        "type": "object",
-        "properties": {"code": {"type": "string"}},
-        "required": ["code"],
-        "additionalProperties": False,
-    }
+    parameters: ClassVar[Mapping[str, Any]] = one_text("code")  # Any: JSON
 
     def __init__(
         self,

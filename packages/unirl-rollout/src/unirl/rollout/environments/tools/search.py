@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
 from unirl.rollout.environments.tools.bm25 import BM25, words
 from unirl.rollout.environments.tools.corpus import Document, read_corpus
 from unirl.types.bounds import NonNegative, PositiveInt, UnitInterval, bounded
@@ -29,12 +29,7 @@ class CorpusSearch(Tool):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.environments.tools.search_rules"
     description: ClassVar[str] = "Search a collection of documents by words."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
-        "type": "object",
-        "properties": {"query": {"type": "string", "description": "a few words"}},
-        "required": ["query"],
-        "additionalProperties": False,
-    }
+    parameters: ClassVar[Mapping[str, Any]] = one_text("query", "a few words")  # Any: JSON
     deterministic: ClassVar[bool] = True
 
     def __init__(
