@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -254,11 +254,7 @@ class GymnasiumEnvironment(VectorEnvironment):
     def _joined(self, single: Sequence[Seen], rows: Sequence[int]) -> Seen:
         """One batch of single observations, with frames where they are drawn."""
         frames = [self._frame(row) for row in rows] if self._shows else None
-        return Seen(
-            images=_stacked([each.images for each in single]),
-            states=_stacked([each.states for each in single]),
-            frames=None if frames is None else np.stack(frames),
-        )
+        return replace(Seen.concat(single), frames=None if frames is None else np.stack(frames))
 
     def _frame(self, row: int) -> Bytes:
         frame = np.asarray(self._envs[row].render())
@@ -374,11 +370,6 @@ def _with_axis(observation: Any) -> Any:
     if isinstance(observation, Mapping):
         return {key: np.asarray(value)[None] for key, value in observation.items()}
     return np.asarray(observation)[None]
-
-
-def _stacked(parts: Sequence[NDArray[Any] | None]) -> Any:
-    present = [part for part in parts if part is not None]
-    return np.concatenate(present) if present else None
 
 
 def _merged(live: Bools, now: Seen, before: Seen) -> Seen:

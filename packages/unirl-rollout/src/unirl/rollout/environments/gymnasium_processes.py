@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unirl.rollout.environments.base import Environment, Step, Task
 from unirl.rollout.environments.gymnasium import GymnasiumEnvironment
@@ -143,7 +142,7 @@ class GymnasiumProcesses(VectorEnvironment):
             name, reason = next(iter(lost.items()))
             raise EnvironmentFault(f"{len(lost)} of {len(seeds)} episodes did not start, first {name}: {reason}")
         self._last = {name: each.seen for name, each in begun.items() if not isinstance(each, Lost)}
-        return _joined([self._last[name] for name in self._names])
+        return Seen.concat([self._last[name] for name in self._names])
 
     def play(self, rows: Sequence[int], moves: Floats) -> Played:
         """Make the moves, each episode until it ends. A lost one shows what it showed last."""
@@ -155,7 +154,7 @@ class GymnasiumProcesses(VectorEnvironment):
             {name: step.observation.seen for name, step in zip(names, steps, strict=True) if step is not None}
         )
         return Played(
-            seen=_joined([self._last[name] for name in names]),
+            seen=Seen.concat([self._last[name] for name in names]),
             rewards=np.array([0.0 if step is None else step.reward for step in steps]),
             num_moves=np.array([1 if step is None else step.observation.num_moves for step in steps], np.int64),
             terminated=np.array([step is not None and step.terminated for step in steps]),
@@ -168,13 +167,3 @@ class GymnasiumProcesses(VectorEnvironment):
         """End the processes."""
         self._workers.close()
         self._names = []
-
-
-def _joined(parts: Sequence[Seen]) -> Seen:
-    def one(values: Sequence[NDArray[Any] | None]) -> Any:
-        present = [value for value in values if value is not None]
-        return np.concatenate(present) if present else None
-
-    return Seen(
-        one([part.images for part in parts]), one([part.states for part in parts]), one([part.frames for part in parts])
-    )

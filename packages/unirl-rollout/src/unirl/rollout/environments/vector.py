@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,20 @@ class Seen:
     """[b, S]."""
     frames: Bytes | None = None
     """[b, 3, H, W], for people; None: `images`, where there are any."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """What the episodes of all parts show, in their order."""
+
+        def joined(values: Sequence[NDArray[Any] | None]) -> Any:
+            present = [value for value in values if value is not None]
+            return np.concatenate(present) if present else None
+
+        return cls(
+            joined([part.images for part in parts]),
+            joined([part.states for part in parts]),
+            joined([part.frames for part in parts]),
+        )
 
     def select(self, rows: Sequence[int] | NDArray[np.int64]) -> Seen:
         """What the episodes at places `rows` show."""
