@@ -79,6 +79,7 @@ def test_what_init_refuses(arguments, message, tmp_path, monkeypatch, capsys):
 
 def test_init_writes_over_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as with `python -m`, where every folder here can be imported
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert main(["init", "reward", "mine"]) == USER_ERROR

@@ -40,8 +40,15 @@ def write_skeleton(command: Command) -> None:
 def _check_name(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
         raise ConfigError(f"{name!r} cannot be a module's name. Write a lower-case word such as my_reward.")
-    if name == "test" or importlib.util.find_spec(name) is not None:
+    if name == "test" or _is_installed(name):
         raise ConfigError(f"{name!r} is the name of an installed module, which would hide yours. Choose another.")
+
+
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    # Where the working directory is on the path, each of its folders is a namespace package.
+    here = [str(Path.cwd() / name)]
+    return spec is not None and not (spec.origin is None and list(spec.submodule_search_locations or ()) == here)
 
 
 def _sources(kind: str) -> list[Traversable]:
