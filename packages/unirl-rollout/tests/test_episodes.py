@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -121,8 +122,58 @@ def test_what_is_no_observation_or_reward_is_named(env_id, fault, words):
         words = r"the observation has the shape \[1, 2\], its space says \[1, 3\]"
     env = environment(env_id, options={"fault": fault})
     env.start([0])
-    with pytest.raises(EnvironmentFault, match=f"{env_id}: ({words})"):
-        env.play([0], np.zeros((1, 4, 1), np.float32))
+    (error,) = env.play([0], np.zeros((1, 4, 1), np.float32)).errors
+    assert re.match(f"{env_id}: (EnvironmentFault: {env_id}: |EnvironmentFault: |)({words})", error)
+
+
+FAULTS = {
+    "raises": r"fakes/Walk-v0: ValueError: the arm is stuck \(walk_fakes.py:\d+\)",
+    "nan": r"fakes/Walk-v0: EnvironmentFault: .* holds numbers that are not finite",
+    "reward": r"fakes/Walk-v0: EnvironmentFault: a reward of inf is not finite",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_episode_whose_environment_fails_in_this_process_is_lost_alone(fault):
+    track, segment = played("fakes/Walk-v0", 0, 1, 2, shows=True, options={"fault": fault, "only": 1})
+    whole, _ = played("fakes/Walk-v0", 0, 2, shows=True)
+    assert segment.status.tolist() == [SegmentStatus.COMPLETED, SegmentStatus.FAILED, SegmentStatus.COMPLETED]
+    assert segment.lengths.tolist() == [3, 2, 4]
+    said = track.metadata[1]["episode"]
+    assert said["end"] == "failed" and re.match(FAULTS[fault], said["reason"])
+    others = track.select([0, 2])
+    assert others.segment.equals(whole.segment) and others.decoded.equals(whole.decoded)
+    assert track.decoded.unpack("frames")[1][:, 0, 0, 0].tolist() == [0, 2, 2], "what it showed last"
+
+
+@pytest.mark.parametrize("env_id", KINDS)
+def test_an_episode_that_does_not_start_is_lost_alone(env_id):
+    env = environment(env_id, options={"fault": "no start", "only": 3})
+    is_batched = env_id != KINDS[0]
+    for _ in range(2):
+        assert env.start([0, 3]).states.tolist() == [[0, 0, 0], [0, 0, 0]]
+        errors = env.play([0, 1], np.zeros((2, 3, 1), np.float32)).errors
+        assert [error is not None for error in errors] == [is_batched, True], "a batched class starts all or none"
+        assert re.match(rf"{env_id}: ValueError: no table \(walk_fakes.py:\d+\)", errors[1])
+    assert env.start([1, 2]).states.tolist() == [[1, 0, 0], [2, 0, 0]]
+    assert env.play([0, 1], np.zeros((2, 3, 1), np.float32)).errors == [None, None]
+
+
+def test_what_a_batched_class_raises_loses_what_it_plays_and_the_next_episodes_are_whole():
+    env = environment("fakes/WalkBatched-v0", options={"fault": "raises", "only": 0})
+    env.start([0, 3])
+    env.play([0, 1], np.zeros((2, 2, 1), np.float32))
+    lost = env.play([0, 1], np.zeros((2, 2, 1), np.float32))
+    assert all("ValueError: the arm is stuck" in error for error in lost.errors)
+    assert lost.seen.states.tolist() == [[0, 2, 2], [3, 2, 2]], "what they showed last"
+    assert env.start([1, 2]).states.tolist() == [[1, 0, 0], [2, 0, 0]]
+    assert env.play([0, 1], np.zeros((2, 4, 1), np.float32)).errors == [None, None]
+
+
+def test_where_no_episode_begins_there_is_no_size_of_frames():
+    env = environment("fakes/Walk-v0", shows=True, options={"fault": "no start"})
+    with pytest.raises(EnvironmentFault, match=r"no episode has begun: fakes/Walk-v0: ValueError: no table"):
+        env.start([0, 1])
 
 
 def test_numbers_are_stretched_to_the_bounds_of_an_environment_of_gymnasium():

@@ -101,7 +101,16 @@ def test_an_episode_whose_environment_fails_says_how(opened, fault, words):
     assert played.num_moves.tolist() == [4, 1, 4]
 
 
-def test_an_environment_that_does_not_start_ends_the_run(opened):
-    env = opened(options={"fault": "no start"})
-    with pytest.raises(EnvironmentFault, match="3 of 3 episodes did not start, first 0: ValueError: no table"):
+def test_an_episode_that_does_not_start_is_lost_alone(opened):
+    env = opened(options={"fault": "no start", "only": 1}, shows=True)
+    seen = env.start([0, 1, 2])
+    assert seen.states.tolist() == [[0, 0, 0], [0, 0, 0], [2, 0, 0]] and not seen.frames[1].any()
+    played = env.play([0, 1, 2], STILL)
+    assert "ValueError: no table" in str(played.errors[1])
+    assert [played.errors[0], played.errors[2]] == [None, None]
+
+
+def test_where_no_episode_begins_there_is_no_size_of_frames(opened):
+    env = opened(options={"fault": "no start"}, shows=True)
+    with pytest.raises(EnvironmentFault, match="no episode has begun: .*ValueError: no table"):
         env.start([0, 1, 2])

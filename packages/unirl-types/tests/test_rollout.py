@@ -218,6 +218,16 @@ def test_a_shard_in_which_nothing_was_scored_joins_others():
     assert joined.reward_errors == ["no", None, None, None] and joined.failed_groups == {"c"}
 
 
+def test_what_was_counted_in_one_shard_alone_is_zero_in_others():
+    counted = roots().replace(counts={"turns": torch.ones(3), "calls": torch.full((3,), 2.0)})
+    other = RolloutTrack(sample_ids=["c0"], parent_ids=["c"], rewards=torch.zeros(1), counts={"turns": torch.ones(1)})
+    joined = RolloutTrack.concat([other, counted.replace(component_rewards={}, reward_errors=[])])
+    assert {name: values.tolist() for name, values in joined.counts.items()} == {
+        "turns": [1, 1, 1, 1],
+        "calls": [0, 2, 2, 2],
+    }
+
+
 def segment(**changes) -> LatentSegment:
     fields: dict[str, Any] = dict(
         latents=torch.arange(2 * 3 * 4).reshape(2, 3, 4).float(),

@@ -129,7 +129,7 @@ class RolloutTrack(Batch):
     policy_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version of the policy made the sample."""
     counts: dict[str, Tensor] = per_sample(default_factory=dict)
-    """[B] float32 each: what the engine counted of each sample, for the metrics."""
+    """[B] float32 each: what the engine counted of each sample, for the metrics. What is absent was never met: 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,10 +142,17 @@ class RolloutTrack(Batch):
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
-        """NaN for the components of a shard in which nothing could be scored, so that its components are unknown."""
+        """NaN for the components of a shard in which nothing could be scored, so that its components are unknown; 0 for
+        what was counted in other shards alone."""
         scored = [part for part in parts if part.rewards is not None]
         keys = list(dict.fromkeys(key for part in scored for key in part.component_rewards))
-        return [part._with_components(keys) if part.has_no_reward else part for part in parts]
+        parts = [part._with_components(keys) if part.has_no_reward else part for part in parts]
+        counted = sorted({key for part in parts for key in part.counts})
+        return [part if part.counts.keys() == set(counted) else part._with_counts(counted) for part in parts]
+
+    def _with_counts(self, names: list[str]) -> Self:
+        nothing = torch.zeros(self.batch_size)
+        return self.replace(counts={name: self.counts.get(name, nothing) for name in names})
 
     def _with_components(self, keys: list[str]) -> Self:
         if self.rewards is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,3 +67,9 @@ class Environment(ABC, Generic[ActionT, ObservationT]):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
         """The episode is over."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an environment raised, and where, in one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"

@@ -6,6 +6,7 @@ Legend: see `unirl.rollout.environments.vector`.
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from unirl.rollout.environments.base import reason_of
 from unirl.rollout.environments.vector import (
     Bools,
     Bytes,
@@ -35,6 +37,8 @@ except ModuleNotFoundError as error:
     raise ImportError(
         f"environments of gymnasium need {error.name}. Install it with: pip install 'unirl-rollout[gymnasium]'"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 SUCCESS = ("is_success", "success")
 """Names under which environments say that an episode has succeeded."""
@@ -144,7 +148,8 @@ class GymnasiumEnvironment(VectorEnvironment):
     shows: have the environment draw a frame for people after each chunk (render_mode "rgb_array"); an environment whose
     observations are images needs none.
     An environment with a batched class that is started by `reset` alone (AutoresetMode.DISABLED) is played by it.
-    Whatever an environment raises ends the run here.
+    An episode whose environment raises, or shows or pays what is not of its space, is lost and the others go on; of a
+    batched class, which plays them together, all are.
     Raises ConfigError for an unknown id, and spaces that a policy cannot see or act in.
     """
 
@@ -172,11 +177,19 @@ class GymnasiumEnvironment(VectorEnvironment):
             state_size=self._reader.state_size,
             moves_per_second=float(first.metadata.get("render_fps", 10)),
         )
-        self._envs = [first]
+        self._envs: list[gym.Env[Any, Any] | None] = [first]
+        """None where the environment of a place raised and is to be made anew."""
         self._batched: VectorEnv[Any, Any, Any] | None = None
         self._has_class = self._spec.vector_entry_point is not None and not shows
+        self._frame_shape: tuple[int, ...] | None = None
+        """The shape of frames, once one was drawn."""
         self._num_moves: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._live: Bools = np.zeros(0, np.bool_)
+        self._last: list[Seen] = []
+        """What each episode has shown last, where they are played one by one."""
+        self._whole = Seen()
+        """What all have shown last, where they are played by the batched class."""
+        self.lost: list[str | None] = []
+        """Why each episode of the last start is lost; None where it is not."""
 
     @property
     def spaces(self) -> Spaces:
@@ -185,38 +198,37 @@ class GymnasiumEnvironment(VectorEnvironment):
 
     def start(self, seeds: Sequence[int]) -> Seen:
         """Begin an episode for each seed, with as many environments."""
-        self._num_moves, self._live = np.zeros(len(seeds), np.int64), np.ones(len(seeds), np.bool_)
-        if self._has_class and self._start_batched(len(seeds)):
-            assert self._batched is not None  # noqa: S101 - it was just made
-            return self._reader.read(_reset(self._batched, list(seeds)), len(seeds))
-        while len(self._envs) < len(seeds):
-            self._envs.append(self._made())
-        seen = [
-            self._reader.read(_with_axis(env.reset(seed=seed)[0]), 1)
-            for env, seed in zip(self._envs, seeds, strict=False)
-        ]
-        return self._joined(seen, range(len(seeds)))
+        self._num_moves, self.lost = np.zeros(len(seeds), np.int64), [None] * len(seeds)
+        if self._has_class and self._start_batched(seeds):
+            return self._whole
+        self._envs += [None] * (len(seeds) - len(self._envs))
+        found = [self._started(row, seed) for row, seed in enumerate(seeds)]
+        self._last = [self._blank() if seen is None else seen for seen in found]
+        return Seen.concat(self._last)
 
     def play(self, rows: Sequence[int], moves: Floats) -> Played:
-        """Make the moves, each episode until it ends."""
+        """Make the moves, each episode until it ends. A lost one shows what it showed last."""
         if self._batched is not None:
             return self._play_batched(np.asarray(rows), moves)
-        found = [self._play_one(row, moves[place]) for place, row in enumerate(rows)]
+        found = [self._played(row, moves[place]) for place, row in enumerate(rows)]
         seen, rewards, made, terminated, truncated, successes = zip(*found, strict=True)
+        for row, each in zip(rows, seen, strict=True):
+            self._last[row] = each
         return Played(
-            seen=self._joined(seen, rows),
+            seen=Seen.concat(seen),
             rewards=np.array(rewards, np.float64),
             num_moves=np.array(made, np.int64),
             terminated=np.array(terminated, np.bool_),
             truncated=np.array(truncated, np.bool_),
             successes=np.array(successes, np.float64),
-            errors=[None] * len(rows),
+            errors=[self.lost[row] for row in rows],
         )
 
     def close(self) -> None:
         """Close all of them."""
         for env in self._envs:
-            env.close()
+            if env is not None:
+                env.close()
         if self._batched is not None:
             self._batched.close()
         self._envs, self._batched = [], None
@@ -231,11 +243,38 @@ class GymnasiumEnvironment(VectorEnvironment):
         except (gym.error.Error, ImportError) as error:
             raise ConfigError(f"engine.environment.id = {self.id}: {as_sentence(error)} Correct the id.") from error
 
-    def _play_one(self, row: int, moves: Floats) -> tuple[Seen, float, int, bool, bool, float]:
+    def _started(self, row: int, seed: int) -> Seen | None:
+        """What an episode shows first; None if it is lost."""
+        try:
+            env = self._envs[row]
+            if env is None:
+                env = self._envs[row] = self._made()
+            return self._with_frame(env, self._reader.read(_with_axis(env.reset(seed=seed)[0]), 1))
+        except Exception as error:  # noqa: BLE001 - of any environment; its episode counts as failed and says why
+            self._lose(row, error)
+            return None
+
+    def _played(self, row: int, moves: Floats) -> tuple[Seen, float, int, bool, bool, float]:
+        """What came of the moves of one episode."""
+        env = self._envs[row]
+        if env is not None:
+            try:
+                return self._play_one(env, moves)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._lose(row, error)
+        return self._last[row], 0.0, 1, False, False, math.nan
+
+    def _lose(self, row: int, error: Exception) -> None:
+        """Give an episode up, and its environment, which may be in any state."""
+        self.lost[row] = f"{self.id}: {reason_of(error)}"
+        broken, self._envs[row] = self._envs[row], None
+        _close_broken(broken, self.id)
+
+    def _play_one(self, env: gym.Env[Any, Any], moves: Floats) -> tuple[Seen, float, int, bool, bool, float]:
         total, success = 0.0, math.nan
         seen, terminated, truncated, made = Seen(), False, False, 0
         for action in self._actions(moves):
-            observation, reward, terminated, truncated, info = self._envs[row].step(
+            observation, reward, terminated, truncated, info = env.step(
                 int(action) if isinstance(action, np.integer) else action
             )
             made += 1
@@ -244,28 +283,40 @@ class GymnasiumEnvironment(VectorEnvironment):
             success = _success(info, success)
             if terminated or truncated:
                 break
+        seen = self._with_frame(env, seen)
         return seen, total, made, bool(terminated), bool(truncated and not terminated), success
 
     def _finite(self, reward: Any) -> float:
         if not math.isfinite(float(reward)):
-            raise EnvironmentFault(f"{self.id}: a reward of {reward} is not finite")
+            raise EnvironmentFault(f"a reward of {reward} is not finite")
         return float(reward)
 
-    def _joined(self, single: Sequence[Seen], rows: Sequence[int]) -> Seen:
-        """One batch of single observations, with frames where they are drawn."""
-        frames = [self._frame(row) for row in rows] if self._shows else None
-        return replace(Seen.concat(single), frames=None if frames is None else np.stack(frames))
+    def _with_frame(self, env: gym.Env[Any, Any], seen: Seen) -> Seen:
+        """What one environment shows, with a frame where they are drawn."""
+        return replace(seen, frames=self._frame(env)[None]) if self._shows else seen
 
-    def _frame(self, row: int) -> Bytes:
-        frame = np.asarray(self._envs[row].render())
+    def _frame(self, env: gym.Env[Any, Any]) -> Bytes:
+        frame = np.asarray(env.render())
         if frame.dtype != np.uint8 or frame.ndim != 3:
-            raise EnvironmentFault(f"{self.id} drew a frame of {frame.dtype} {list(frame.shape)}, not uint8 [H, W, 3]")
+            raise EnvironmentFault(f"drew a frame of {frame.dtype} {list(frame.shape)}, not uint8 [H, W, 3]")
+        self._frame_shape = (frame.shape[2], *frame.shape[:2])
         return np.ascontiguousarray(frame.transpose(2, 0, 1))
+
+    def _blank(self) -> Seen:
+        """What an episode shows that could not begin. Raises EnvironmentFault if frames are drawn and none has begun
+        so far, so that their size is unknown."""
+        seen = self._spaces.nothing(1)
+        if not self._shows:
+            return seen
+        if self._frame_shape is None:
+            raise EnvironmentFault(f"no episode has begun: {next(lost for lost in self.lost if lost)}")
+        return replace(seen, frames=np.zeros((1, *self._frame_shape), np.uint8))
 
     # By its batched class ---------------------------------------------------------------------------------------
 
-    def _start_batched(self, num: int) -> bool:
-        """Make the batched class for `num` episodes. False if it starts episodes by itself, and so is not used."""
+    def _start_batched(self, seeds: Sequence[int]) -> bool:
+        """Begin by the batched class. False if it starts episodes by itself, and so is not used."""
+        num = len(seeds)
         if self._batched is None or self._batched.num_envs != num:
             if self._batched is not None:
                 self._batched.close()
@@ -275,31 +326,50 @@ class GymnasiumEnvironment(VectorEnvironment):
                 self._batched, self._has_class = None, False
                 return False
             self._batched = made
+        try:
+            self._whole = self._reader.read(_reset(self._batched, list(seeds)), num)
+        except Exception as error:  # noqa: BLE001 - of any environment; its episodes count as failed and say why
+            self._whole = self._spaces.nothing(num)
+            self._lose_all(error)
         return True
 
+    def _lose_all(self, error: Exception) -> None:
+        """Give up all episodes that the batched class plays, and the class's object."""
+        num, reason = len(self.lost), f"{self.id}: {reason_of(error)}"
+        self.lost = [reason] * num
+        self._last, self._envs = [self._whole.select([row]) for row in range(num)], [None] * num
+        broken, self._batched = self._batched, None
+        _close_broken(broken, self.id)
+
     def _play_batched(self, rows: NDArray[np.int64], moves: Floats) -> Played:
-        batched, count = self._batched, len(self._live)
+        batched, count = self._batched, len(self.lost)
         assert batched is not None  # noqa: S101 - who calls has asked
         whole = np.zeros((count, *moves.shape[1:]), np.float32)
         whole[rows] = moves
         is_asked = np.zeros(count, np.bool_)
         is_asked[rows] = True
         inner = batched.unwrapped
-        played = self._chunk(inner, whole, is_asked) if isinstance(inner, PlaysChunks) else self._steps(whole, is_asked)
-        seen, rewards, made, terminated, truncated, successes = played
-        if not np.isfinite(rewards).all():
-            raise EnvironmentFault(f"{self.id}: a reward is not finite")
+        is_whole = isinstance(inner, PlaysChunks)
+        try:
+            played = self._chunk(inner, whole, is_asked) if is_whole else self._steps(whole, is_asked)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._lose_all(error)
+            return self.play(rows.tolist(), moves)
+        self._whole, rewards, made, terminated, truncated, successes = played
+        wrong = is_asked & ~np.isfinite(rewards)
+        for row in wrong.nonzero()[0]:
+            self.lost[row] = f"{self.id}: a reward of {rewards[row]} is not finite"
         self._num_moves += made
         if self._max_moves is not None:
             truncated = truncated | (is_asked & ~terminated & (self._num_moves >= self._max_moves))
         return Played(
-            seen=seen.select(rows),
-            rewards=rewards[rows],
+            seen=self._whole.select(rows),
+            rewards=np.where(wrong, 0.0, rewards)[rows],
             num_moves=made[rows],
             terminated=terminated[rows],
             truncated=truncated[rows],
             successes=successes[rows],
-            errors=[None] * len(rows),
+            errors=[self.lost[row] for row in rows],
         )
 
     def _chunk(self, inner: PlaysChunks, moves: Floats, is_asked: Bools) -> tuple[Any, ...]:
@@ -354,6 +424,15 @@ def _spec(env_id: str) -> Any:
             f"engine.environment.id = {env_id}: {as_sentence(error)} Give a registered id, or module:id, whose module "
             "registers it."
         ) from error
+
+
+def _close_broken(env: gym.Env[Any, Any] | VectorEnv[Any, Any, Any] | None, env_id: str) -> None:
+    """Free what an environment holds that raised; what it then raises again is said and no more."""
+    try:
+        if env is not None:
+            env.close()
+    except Exception:
+        logger.warning("%s could not be closed after it had raised", env_id, exc_info=True)
 
 
 def _success(info: Mapping[str, Any], before: float) -> float:

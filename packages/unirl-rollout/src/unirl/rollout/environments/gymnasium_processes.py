@@ -54,12 +54,15 @@ class GymnasiumEpisode(Environment[Floats, Chunk]):
         """Begin the episode."""
         free = self._free()
         self._own = free.pop() if free else GymnasiumEnvironment(**self._options)
-        return Chunk(self._own.start([seed]), 0, math.nan)
+        seen = self._own.start([seed])
+        _require(self._own.lost[0])
+        return Chunk(seen, 0, math.nan)
 
     def step(self, action: Floats) -> Step[Chunk]:
         """Make the moves until the episode ends."""
         assert self._own is not None  # noqa: S101 - reset comes first
         played = self._own.play([0], action[None])
+        _require(played.errors[0])
         return Step(
             observation=Chunk(played.seen, int(played.num_moves[0]), float(played.successes[0])),
             reward=float(played.rewards[0]),
@@ -106,7 +109,7 @@ class GymnasiumProcesses(VectorEnvironment):
     ) -> None:
         keywords = {"id": id, "options": dict(options or {}), "max_moves": max_moves, "shows": shows}
         looked_at = GymnasiumEnvironment(**keywords)
-        self._spaces = looked_at.spaces
+        self._spaces, self._shows = looked_at.spaces, shows
         looked_at.close()
         self._workers = EnvironmentWorkers(
             GymnasiumEpisode(keywords, deterministic=deterministic),
@@ -137,11 +140,11 @@ class GymnasiumProcesses(VectorEnvironment):
         self._workers.end(self._names)
         self._names = [str(row) for row in range(len(seeds))]
         begun = self._workers.reset({name: ({}, seed) for name, seed in zip(self._names, seeds, strict=True)})
+        self._last = {name: each.seen for name, each in begun.items() if not isinstance(each, Lost)}
         lost = {name: each.reason for name, each in begun.items() if isinstance(each, Lost)}
         if lost:
-            name, reason = next(iter(lost.items()))
-            raise EnvironmentFault(f"{len(lost)} of {len(seeds)} episodes did not start, first {name}: {reason}")
-        self._last = {name: each.seen for name, each in begun.items() if not isinstance(each, Lost)}
+            blank = self._blank(next(iter(self._last.values()), None), next(iter(lost.values())))
+            self._last |= dict.fromkeys(lost, blank)
         return Seen.concat([self._last[name] for name in self._names])
 
     def play(self, rows: Sequence[int], moves: Floats) -> Played:
@@ -163,7 +166,22 @@ class GymnasiumProcesses(VectorEnvironment):
             errors=[each.reason if isinstance(each, Lost) else None for each in answers],
         )
 
+    def _blank(self, other: Seen | None, reason: str) -> Seen:
+        """What an episode shows that could not begin. Raises EnvironmentFault if frames are drawn and no other episode
+        has begun, so that their size is unknown."""
+        if other is not None:
+            return other.blank()
+        if self._shows:
+            raise EnvironmentFault(f"no episode has begun: {reason}")
+        return self._spaces.nothing(1)
+
     def close(self) -> None:
         """End the processes."""
         self._workers.close()
         self._names = []
+
+
+def _require(lost: str | None) -> None:
+    """Raises EnvironmentFault if an episode is lost."""
+    if lost is not None:
+        raise EnvironmentFault(lost)

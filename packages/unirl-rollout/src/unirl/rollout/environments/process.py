@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from unirl.rollout.environments import wire
-from unirl.rollout.environments.base import Environment, Step, Task
+from unirl.rollout.environments.base import Environment, Step, Task, reason_of
 
 Answer = Any  # Any: an observation, or the `Step` of one
 
@@ -119,8 +119,7 @@ def _answer(
         answer = own.reset(call.task, call.seed) if isinstance(call, Reset) else checked(own.step(call.action))
         return Answered(answer, own.save() if own.resumable else None)
     except Exception as error:  # noqa: BLE001 - the owner counts the episode as failed and says why
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Raised(f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})")
+        return Raised(reason_of(error))
 
 
 def checked(step: Step[Any]) -> Step[Any]:  # Any: whatever is observed

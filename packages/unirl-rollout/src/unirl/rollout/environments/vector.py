@@ -39,6 +39,13 @@ class Spaces:
     moves_per_second: float = 10.0
     """For videos."""
 
+    def nothing(self, num: int) -> Seen:
+        """What `num` episodes show that could not begin: black images, states of zeros."""
+        return Seen(
+            None if self.image_shape is None else np.zeros((num, *self.image_shape), np.uint8),
+            None if self.state_size is None else np.zeros((num, self.state_size), np.float32),
+        )
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -73,6 +80,14 @@ class Seen:
             None if self.states is None else self.states[at],
             None if self.frames is None else self.frames[at],
         )
+
+    def blank(self) -> Self:
+        """As many episodes that show nothing: zeros of the same shapes."""
+
+        def zeros(part: NDArray[Any] | None) -> Any:
+            return None if part is None else np.zeros_like(part)
+
+        return type(self)(zeros(self.images), zeros(self.states), zeros(self.frames))
 
     def to_show(self) -> Bytes | None:
         """Frames, else images; None where there is nothing to look at."""
@@ -118,7 +133,7 @@ class VectorEnvironment(ABC):
     def start(self, seeds: Sequence[int]) -> Seen:
         """Begin B episodes, one for each seed; those before are over. The same seed gives the same start.
 
-        Raises EnvironmentFault if an environment cannot start.
+        One that cannot begin shows zeros, and its first `play` says why it is lost.
         """
 
     @abstractmethod
