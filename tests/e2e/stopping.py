@@ -1,7 +1,12 @@
 """Runs that stop after some rollouts, and their metrics."""
 
+import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+from unirl.config.check import check_recipe
 from unirl.config.runs import run_of
 from unirl.trainer.commands import run_recipe
 
@@ -47,6 +52,18 @@ def run(recipe, run_dir, after=10**9):
     tracker = StopAfter(after)
     run_dir.mkdir(parents=True, exist_ok=True)
     return run_recipe(run_of(recipe), run_dir, [tracker], tracker.stop), tracker.records
+
+
+def run_on_nodes(recipe, run_dir):
+    """Rollout -> `comparable` metrics of a run on as many nodes as the recipe names, whose Ray is another process's."""
+    check_recipe(recipe)
+    run_dir.mkdir(parents=True)
+    (run_dir / "recipe.json").write_text(json.dumps(recipe))
+    script = Path(__file__).with_name("on_nodes.py")
+    command = [sys.executable, str(script), str(run_dir / "recipe.json"), str(run_dir)]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    return {int(step): found for step, found in json.loads((run_dir / "records.json").read_text()).items()}
 
 
 def comparable(metrics):

@@ -2,9 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import stopping
@@ -12,7 +9,6 @@ from small import SMALL_STAGES, push_to_copies
 from stopping import comparable
 
 from unirl.app.environment import register_resolvers
-from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
 
 
@@ -24,18 +20,6 @@ def pushed(*overrides):
     )
     push_to_copies(recipe)
     return recipe
-
-
-def on_two_nodes(recipe, folder):
-    """The metrics by rollout of a run on two nodes, whose Ray is that of another process."""
-    check_recipe(recipe)
-    folder.mkdir()
-    (folder / "recipe.json").write_text(json.dumps(recipe))
-    script = Path(__file__).with_name("on_two_nodes.py")
-    command = [sys.executable, str(script), str(folder / "recipe.json"), str(folder)]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
-    return json.loads((folder / "records.json").read_text())
 
 
 SERVED = {"writer": {"served": True, "samples_per_call": 4}, "painter": {"served": True, "samples_per_call": 2}}
@@ -69,7 +53,7 @@ def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_w
     recipe["stages"]["text"]["pool"], recipe["stages"]["image"]["pool"] = "writer", "painter"
     recipe["reward"]["pool"] = "judge"
     recipe["cluster"]["num_nodes"] = 2
-    apart = on_two_nodes(scheduled(recipe), tmp_path / "apart")
+    apart = stopping.run_on_nodes(scheduled(recipe), tmp_path / "apart")
     own = {step: comparable(metrics) for step, metrics in together.items()}
     # A gap is measured by a replay, whose rows are other than a rollout's: products may take other kernels.
     of_machine = ("sync/seconds", "utilisation", "sync/logprob_gap_max", "sync/logprob_gap_mean")
@@ -81,7 +65,7 @@ def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_w
         "schedule/push_wait_s",
     )
     for step, metrics in own.items():
-        found = apart[str(step)]
+        found = apart[step]
         assert set(found) == set(metrics)
         assert found["writer/sync/logprob_gap_max"] < 1e-4 and found["painter/sync/logprob_gap_max"] < 1e-6
         different = {

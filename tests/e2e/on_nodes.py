@@ -1,4 +1,4 @@
-"""Trains a recipe on a Ray cluster of two nodes of this machine: `on_two_nodes.py RECIPE.json RUN_DIR`."""
+"""Trains a recipe on a Ray cluster of this machine with the nodes that it names: `on_nodes.py RECIPE.json RUN_DIR`."""
 
 import importlib.machinery
 import importlib.util
@@ -16,7 +16,8 @@ script.__file__ = loader.path
 loader.exec_module(script)  # sets Ray's environment too, so before ray is imported
 
 recipe, run_dir = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-with script.cluster(num_nodes=2, cores_per_node=recipe["num_devices"] // 2) as address:
+num_nodes = recipe["cluster"]["num_nodes"]
+with script.cluster(num_nodes, cores_per_node=recipe["num_devices"] // num_nodes) as address:
     recipe["cluster"]["address"] = address
     _, records = stopping.run(recipe, run_dir)
 (run_dir / "records.json").write_text(json.dumps({step: stopping.comparable(each) for step, each in records.items()}))

@@ -1,0 +1,49 @@
+"""Episodes, of turns and of moves, have the numbers of one process on two Ray workers, and of these on two nodes."""
+
+import pytest
+import stopping
+import test_actions
+import test_turns
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+
+pytestmark = [pytest.mark.ray, pytest.mark.matrix]
+RECIPES = {
+    "worlds/tools/grpo": [*test_turns.SMALL, "num_rollouts=2", "engine.forward_batch_size=32"],
+    **{
+        name: [*test_actions.SMALL, *test_actions.SIZES[name], "engine.forward_batch_size=4"]
+        for name in ("vla/tabletop_push", "vla/tabletop_push_tokens")
+    },
+}
+EXACT = ("reward/", "/rollout/", "group/")
+"""What the first rollout says of its samples: the weights are those of the checkpoint."""
+
+
+def compared(records):
+    return {
+        step: {name: value for name, value in found.items() if not name.endswith("environment_s")}
+        for step, found in records.items()
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_process_two_workers_and_two_nodes_give_the_same_numbers(name, tmp_path):
+    register_resolvers()
+
+    def recipe(num_nodes=None):
+        found = resolve(compose(name, RECIPES[name]))
+        if num_nodes is not None:
+            found |= {"runtime": "ray", "num_devices": 2}
+            found["cluster"]["num_nodes"] = num_nodes
+        return found
+
+    _, alone = stopping.run(recipe(), tmp_path / "alone")
+    alone = compared({step: stopping.comparable(found) for step, found in alone.items()})
+    workers, nodes = (compared(stopping.run_on_nodes(recipe(num), tmp_path / f"nodes-{num}")) for num in (1, 2))
+    assert nodes == workers, "where devices are changes no bit"
+    assert workers.keys() == alone.keys()
+    for metric, value in alone[1].items():
+        # float32: products of fewer rows, and sums in another order.
+        expected = value if any(part in metric for part in EXACT) else pytest.approx(value, rel=1e-4, abs=1e-5)
+        assert workers[1][metric] == expected, metric
