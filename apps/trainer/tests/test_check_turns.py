@@ -45,6 +45,16 @@ def test_a_mistake_in_turns_is_named_with_the_fix(words, message):
     assert message in found(*words)
 
 
+def test_a_tool_that_shows_images_needs_a_model_that_reads_them_between_turns():
+    said = found(*tool("crop", "images.Crop"))
+    assert (
+        "turns.environment.tools.crop: Crop shows images, but bundle Qwen3Bundle has none of them reach the model "
+        "between its turns (reads_images_in_turns). Choose another, or an environment of texts." in said
+    )
+    vision = ["bundle._target_=unirl.models.qwen_vl.bundle.QwenVLBundle", *tool("crop", "images.Crop")]
+    assert "shows images" not in found(*vision)
+
+
 def test_a_broken_corpus_is_found_with_its_line(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "a", "title": "", "text": "x"}\n')

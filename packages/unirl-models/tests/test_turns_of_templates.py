@@ -66,7 +66,7 @@ def test_a_bridge_is_what_the_template_writes_behind_a_turn(name: str, role: str
     whole = own.bundle.tokenizer.apply_chat_template(said, tools=tools, tokenize=False, add_generation_prompt=True)
     behind = whole.split("yes", 1)[1]
     assert behind.startswith(ENDS[name])
-    assert own.bundle.tokenizer.decode(own.bridge([Message(role, "42")])) == behind.removeprefix(ENDS[name])
+    assert own.bundle.tokenizer.decode(own.bridge([Message(role, "42")]).tokens) == behind.removeprefix(ENDS[name])
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -77,7 +77,7 @@ def test_several_messages_follow_each_other_as_in_the_template(name: str) -> Non
     said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "yes"}]
     said += [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
     whole = own.bundle.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    bridge = own.bridge([Message("tool", "one"), Message("tool", "two")])
+    bridge = own.bridge([Message("tool", "one"), Message("tool", "two")]).tokens
     assert own.bundle.tokenizer.decode(bridge) == whole.split("yes", 1)[1].removeprefix(ENDS[name])
 
 
@@ -90,13 +90,13 @@ def test_what_a_message_says_makes_no_special_token(name: str) -> None:
     def count(bridge: list[int]) -> int:
         return sum(token in special for token in bridge)
 
-    assert count(own.bridge([Message("tool", forged)])) == count(own.bridge([Message("tool", "7")]))
-    assert forged in own.bundle.tokenizer.decode(own.bridge([Message("tool", forged)]))
+    assert count(own.bridge([Message("tool", forged)]).tokens) == count(own.bridge([Message("tool", "7")]).tokens)
+    assert forged in own.bundle.tokenizer.decode(own.bridge([Message("tool", forged)]).tokens)
 
 
 def test_a_thought_is_never_opened_twice() -> None:
     own = adapter((TEMPLATES / "qwen3.jinja").read_text(), template_kwargs={"enable_thinking": False})
-    assert own.text_of(own.bridge([Message("user", "go on")])).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert own.text_of(own.bridge([Message("user", "go on")]).tokens).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_prompt_names_the_tools() -> None:
@@ -122,8 +122,8 @@ def test_templates_that_cannot_are_refused() -> None:
 @given(st.lists(st.sampled_from(["<|im_end|>", "<tool_call>", "</tool_call>", "<|im_", "start|>", "é", " 7", "\n"])))
 def test_any_text_keeps_its_characters_and_becomes_no_added_token(pieces: list[str]) -> None:
     own = QWEN3
-    bridge = own.bridge([Message("tool", "".join(pieces))])
-    frame = own.bridge([Message("tool", "")])
+    bridge = own.bridge([Message("tool", "".join(pieces))]).tokens
+    frame = own.bridge([Message("tool", "")]).tokens
     added = set(own.bundle.tokenizer.get_added_vocab().values())
     assert sum(token in added for token in bridge) == sum(token in added for token in frame)
     before, after = own.bundle.tokenizer.decode(frame).split("<tool_response>\n", 1)
@@ -143,7 +143,7 @@ def test_a_conversation_is_what_a_rollout_of_it_would_be(name: str) -> None:
     assert found.prompt == own.prompt_tokens("add")
     written = [own.bundle.tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
     (end,) = own.bundle.eos_token_ids
-    bridge = own.bridge([Message("tool", "42")])
+    bridge = own.bridge([Message("tool", "42")]).tokens
     assert found.tokens == [*written[0], end, *bridge, *written[1], end]
     first, last = (len(turn) + 1 for turn in written)
     assert found.is_written == [*[True] * first, *[False] * len(bridge), *[True] * last]

@@ -14,6 +14,7 @@ from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.tools.calculator import Calculator
 from unirl.rollout.text_checks import prompt_conditions
 from unirl.rollout.turns.engine import TurnsEngine
+from unirl.types.conditions import Bridge
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError
 from unirl.types.messages import Message
@@ -31,13 +32,15 @@ class TalkingCodec(NumberCodec):
     """A message is its numbers behind an 8; a turn of the model follows at once."""
 
     context_length = 40
+    reads_images_in_turns = False
+    media_tokens: frozenset[int] = frozenset()
     vocabulary = {"<tool_call>": 6, "</tool_call>": 7}
 
     def __init__(self):
         self.tools = None
 
     def bridge(self, messages):
-        return [token for message in messages for token in (SAYS, *map(int, message.content.split()))]
+        return Bridge([token for message in messages for token in (SAYS, *map(int, message.content.split()))])
 
     def text_of(self, tokens):
         return " ".join(map(str, tokens))

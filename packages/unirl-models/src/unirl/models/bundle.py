@@ -26,6 +26,8 @@ class Bundle:
 
     recipe_rules: ClassVar[str] = "unirl.models.rules"
     """Module with the rules of recipes, see `unirl.types.recipe`."""
+    reads_images_in_turns: ClassVar[bool] = False
+    """True if messages between the model's turns may show images."""
     reads_media: ClassVar[bool] = False
     """True if the model is conditioned on images or videos of a request besides its text."""
     reads_audio: ClassVar[bool] = False

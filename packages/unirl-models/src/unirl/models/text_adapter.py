@@ -16,10 +16,10 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.token_scores import ScoringHead
-from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
+from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.messages import ASSISTANT, Conversation, Message
+from unirl.types.messages import ASSISTANT, Conversation, Message, ShownImage
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -55,6 +55,11 @@ class LanguageBundle(ModelBundle, Protocol):
     @property
     def head(self) -> ScoringHead:
         """The output projection."""
+        ...
+
+    @property
+    def reads_images_in_turns(self) -> bool:
+        """True if messages between the model's turns may show images."""
         ...
 
     @property
@@ -205,11 +210,25 @@ class TextAdapter:
         self._template_kwargs["tools"] = [dict(schema) for schema in schemas]
         self._scaffolds.clear()
 
-    def bridge(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens between the end of the model's turn, which it has written itself, and the begin of its next one.
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens that stand for media, and mean none where the model itself writes them."""
+        return frozenset()
 
-        What messages say cannot become special tokens. Raises ConfigError without a chat template, or if the template
-        ends no turn of the model with one of its end-of-sequence tokens.
+    def shown(self, image: ShownImage) -> Bridge:
+        """The tokens that stand for an image of a message, with the image. Raises ConfigError if the model sees none
+        between its turns, DataError for an image that cannot be read."""
+        del image
+        raise ConfigError(
+            f"{type(self).__name__} reads no images between turns. Take a model that does (Qwen2.5-VL, Qwen3-VL), or "
+            "an environment that answers with texts."
+        )
+
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        """What stands between the end of the model's turn, which it has written itself, and the begin of its next one.
+
+        What messages say cannot become special tokens. Raises ConfigError without a chat template, if the template
+        ends no turn of the model with one of its end-of-sequence tokens, and as `shown`.
         """
         if not self.uses_template:
             raise ConfigError(
@@ -218,9 +237,14 @@ class TextAdapter:
             )
         scaffold, _ = self._scaffold(tuple(each.role for each in messages))
         tokens = list(scaffold[0])
+        images: list[tuple[int, ImagePatchCondition]] = []
         for each, behind in zip(messages, scaffold[1:], strict=True):
+            for image in each.images:
+                shown = self.shown(image)
+                images += [] if shown.images is None else [(len(tokens), shown.images)]
+                tokens += shown.tokens
             tokens += [*self._plain_tokens(each.content), *behind]
-        return tokens
+        return Bridge(tokens, ImagePatchCondition.in_turns([images]) if images else None)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
         """Tokens of a whole conversation, as a rollout of it would have them. Raises as `bridge`."""
@@ -232,7 +256,7 @@ class TextAdapter:
             if each.role != ASSISTANT:
                 between.append(each)
                 continue
-            bridge = self.bridge(between) if tokens else []
+            bridge = self.bridge(between).tokens if tokens else []
             own = self.bundle.tokenizer(each.content, add_special_tokens=False)["input_ids"]
             tokens += [*bridge, *own, self._turn_end()]
             is_written += [False] * len(bridge) + [True] * (len(own) + 1)
@@ -364,7 +388,8 @@ class TextAdapter:
         if not isinstance(images, ImagePatchCondition):
             return keys
         patches = [each.float().cpu().numpy().tobytes() for each in images.unpack("patches")]
-        return list(zip(keys, images.grids, patches, strict=True))
+        places = [()] * len(keys) if images.places is None else images.places
+        return list(zip(keys, images.grids, places, patches, strict=True))
 
     def positions(self, conditions: Conditions, lengths: Sequence[int]) -> list[Tensor]:
         """Where the first `lengths` tokens of each sample (prompt and completion) stand: int64 [n] a sample, or [3, n]
@@ -372,10 +397,11 @@ class TextAdapter:
         device = self.bundle.device
         return [torch.arange(length, device=device) for length in lengths]
 
-    def as_written(self, tokens: Tensor) -> Tensor:
-        """Tokens of completions as the model's forward takes them: those that stand for media in a prompt were written
-        by the model itself, and are words like any other."""
-        return tokens
+    def as_read(self, conditions: Conditions, completions: Sequence[Tensor]) -> list[Tensor]:
+        """Tokens of completions as the model's forward takes them: where the model itself wrote one that stands for
+        media, it is a word like any other."""
+        del conditions
+        return list(completions)
 
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """What the model's forward takes besides tokens and positions wherever the prompts are part of it."""

@@ -21,7 +21,7 @@ from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, p
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.token_sampling import draw, placed, uniforms
-from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.conditions import Bridge, Condition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.messages import Conversation, Message
@@ -85,8 +85,18 @@ class AutoregressivePipeline:
         """From now on prompts name these tools, see `TextAdapter.offer_tools`."""
         self.adapter.offer_tools(schemas)
 
-    def bridge(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens between the model's turns, see `TextAdapter.bridge`."""
+    @property
+    def reads_images_in_turns(self) -> bool:
+        """True if messages between the model's turns may show images."""
+        return self.bundle.reads_images_in_turns
+
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens that stand for media, and mean none where the model itself writes them."""
+        return self.adapter.media_tokens
+
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        """What stands between the model's turns, see `TextAdapter.bridge`."""
         return self.adapter.bridge(messages)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
@@ -200,7 +210,8 @@ class AutoregressivePipeline:
         if not num_rows(conditions) == len(completions):
             raise ContractError(f"conditions of {num_rows(conditions)} samples for a segment of {len(completions)}")
         # The last token of a completion predicts nothing that is scored.
-        written = [self.adapter.as_written(completion)[: max(0, len(completion) - 1)] for completion in completions]
+        read = self.adapter.as_read(conditions, completions)
+        written = [completion[: max(0, len(completion) - 1)] for completion in read]
         rows = [torch.cat(pair) for pair in zip(prompts, written, strict=True)]
         positions = self.adapter.positions(conditions, [len(row) for row in rows])
         # Samples of equal length side by side share a call of attention (`Packing.runs`).

@@ -6,6 +6,7 @@ Legend: B samples, L tokens, D width, P pooled width. Text containers pad to the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -134,9 +135,14 @@ class ImagePatchCondition(Condition):
     """[N, D] float, the patches of a sample's images one after the other, in the order of the prompt."""
     grids: list[tuple[tuple[int, int, int], ...]] = per_sample()
     """(frames, rows, columns) in patches of each image of each sample."""
+    places: list[tuple[int, ...]] | None = per_sample(default=None)
+    """Where among the tokens of its sample, prompt and completion, those of each image begin. Absent means that all
+    images stand in the prompt, where its placeholders are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.places is not None and list(map(len, self.places)) != list(map(len, self.grids)):
+            raise ContractError(f"the images {self.grids} have the places {self.places}; each image needs one")
         if self.patches.ndim != 2 or not self.patches.is_floating_point():
             raise ContractError(
                 f"ImagePatchCondition.patches must be float [N, D], got {self.patches.dtype} "
@@ -147,6 +153,32 @@ class ImagePatchCondition(Condition):
             raise ContractError(
                 f"the grids {self.grids} take {expected} patches, but the samples have {self.lengths.tolist()}"
             )
+
+    @classmethod
+    def in_turns(cls, samples: Sequence[Sequence[tuple[int, Self]]]) -> Self:
+        """The images of samples that saw them part by part, at least one part each: where the tokens of a part begin,
+        and its images, of one sample. Raises ContractError for a part whose images have no places."""
+        parts = [part for sample in samples for _, part in sample]
+        if any(part.places is None for part in parts):
+            raise ContractError("images of several turns need places")
+        return cls.pack(
+            patches=[torch.cat([part.patches for _, part in sample]) for sample in samples],
+            grids=[tuple(grid for _, part in sample for grid in part.grids[0]) for sample in samples],
+            places=[
+                tuple(start + place for start, part in sample for place in (part.places or [()])[0])
+                for sample in samples
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """What stands between two turns of a model, as it reads it."""
+
+    tokens: list[int]
+    images: ImagePatchCondition | None = None
+    """The images among the tokens, as one sample, with their places counted from the first of these tokens; None where
+    there are none."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unirl.types.batch import Batch, packed, per_sample, shared
 from unirl.types.errors import ContractError
+from unirl.types.messages import ShownImage
 
 
 class Modality(Enum):
@@ -42,6 +43,20 @@ def pixel_floats(pixels: Tensor) -> Tensor:
     """Pixels in [0, 1]; of uint8 the value / 255 in float32, floats as they are."""
     # In place: a separate quotient would take as much memory again.
     return pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
+
+
+def shown_image(pixels: Tensor) -> ShownImage:
+    """An image [3, H, W] as messages show it. Raises ContractError for other channels."""
+    if pixels.ndim != 3 or pixels.shape[0] != 3:
+        raise ContractError(f"an image of a message must be [3, H, W], got {list(pixels.shape)}")
+    height, width = pixels.shape[1:]
+    return ShownImage(height, width, pixel_bytes(pixels).cpu().permute(1, 2, 0).contiguous().numpy().tobytes())
+
+
+def shown_pixels(image: ShownImage) -> Tensor:
+    """An image of a message, float32 [3, H, W] in [0, 1]."""
+    flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+    return flat.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,10 +1,15 @@
-"""Messages of a conversation between a model and what answers it, and rows of data that bring whole conversations."""
+"""Messages of a conversation between a model and what answers it, and rows of data that bring whole conversations.
+
+Without torch, since processes of environments import it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from unirl.types.errors import ContractError
 
 MESSAGES = "messages"
 """Key of a row's metadata with a conversation: mappings of `role` and `content`, the last one by the assistant."""
@@ -15,12 +20,28 @@ ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
+class ShownImage:
+    """An image of 8 bits as a plain value: equal to others that show the same, and sent to other processes as it is."""
+
+    height: int
+    width: int
+    pixels: bytes
+    """Red, green and blue of each pixel, row by row."""
+
+    def __post_init__(self) -> None:
+        if len(self.pixels) != 3 * self.height * self.width or not self.pixels:
+            raise ContractError(f"an image of {self.width} x {self.height} pixels has {len(self.pixels)} bytes")
+
+
+@dataclass(frozen=True)
 class Message:
     """One message."""
 
     role: str
     """As the chat template calls who speaks: "user", "assistant", "tool", "system"."""
     content: str
+    images: tuple[ShownImage, ...] = ()
+    """They stand before the content."""
 
 
 @dataclass(frozen=True)

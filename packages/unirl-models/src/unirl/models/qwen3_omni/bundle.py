@@ -27,6 +27,7 @@ class Qwen3OmniThinkerBundle(RoutedTokens, QwenVLBundle):
     weights; LoRA leaves both encoders alone in any case.
     """
 
+    reads_images_in_turns: ClassVar[bool] = False
     reads_audio: ClassVar[bool] = True
     spreads_experts: ClassVar[bool] = True
     gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3OmniMoeThinkerTextTopKRouter",)

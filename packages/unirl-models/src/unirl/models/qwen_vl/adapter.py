@@ -15,9 +15,10 @@ from unirl.models.adapter import require_condition
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.images import Grid, expanded, vision_patches
 from unirl.models.text_adapter import TextAdapter, require_one_per_text
-from unirl.types.conditions import Condition, ImagePatchCondition, PromptCondition
+from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import ImageLists, Images, Primitive
+from unirl.types.media import ImageLists, Images, Primitive, shown_pixels
+from unirl.types.messages import ShownImage
 from unirl.types.protocols.models import Conditions
 
 PLACEHOLDERS = {
@@ -26,6 +27,16 @@ PLACEHOLDERS = {
 }
 """One of each kind in a prompt without chat template, as the template writes it. "<image>" is where one stands in a
 text that says so; data sets of questions are written with it."""
+
+
+Range = tuple[int, int]
+"""Begin and end."""
+
+
+def _begins(tokens: Sequence[int], placeholder: int) -> tuple[int, ...]:
+    """Where each run of placeholders begins."""
+    pairs = enumerate(zip([None, *tokens], tokens, strict=False))
+    return tuple(place for place, (before, token) in pairs if token == placeholder != before)
 
 
 def pictures_of(images: Primitive, num_samples: int) -> Sequence[Sequence[Tensor]]:
@@ -67,7 +78,21 @@ class QwenVLAdapter(TextAdapter):
             self.with_images(self.prompt_with(text, {"image": len(grid)}), grid)
             for text, grid in zip(texts, condition.grids, strict=True)
         ]
-        return prompts, {"images": condition}
+        token = self.bundle.image_token_id
+        places = [_begins(prompt, token) for prompt in prompts]
+        return prompts, {"images": condition.replace(places=places)}
+
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Placeholders of media."""
+        return frozenset(self.bundle.placeholder_ids)
+
+    def shown(self, image: ShownImage) -> Bridge:
+        """As `TextAdapter.shown`, with the tokens that templates write around an image of a prompt."""
+        condition = self.images_of([[shown_pixels(image)]])
+        tokens = self.bundle.tokenizer(PLACEHOLDERS["image"], add_special_tokens=False)["input_ids"]
+        tokens = self.with_images(tokens, condition.grids[0])
+        return Bridge(tokens, condition.replace(places=[_begins(tokens, self.bundle.image_token_id)]))
 
     def num_image_tokens(self, prompt: Sequence[int]) -> int:
         return prompt.count(self.bundle.image_token_id)
@@ -103,8 +128,12 @@ class QwenVLAdapter(TextAdapter):
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         images = conditions.get("images")
         grids = images.grids if isinstance(images, ImagePatchCondition) else [()] * len(prompts)
+        later = self._later(conditions, prompts)
         tokens = [int((prompt == self.bundle.image_token_id).sum()) for prompt in prompts]
-        taken = [sum(t * h * w for t, h, w in sample) // self.bundle.patches_per_token for sample in grids]
+        taken = [
+            sum(map(self._num_tokens_of, sample[: len(sample) - len(behind)]))
+            for sample, behind in zip(grids, later, strict=True)
+        ]
         if tokens != taken:
             row = next(i for i, pair in enumerate(zip(tokens, taken, strict=True)) if pair[0] != pair[1])
             raise ContractError(
@@ -113,19 +142,51 @@ class QwenVLAdapter(TextAdapter):
             )
         known: dict[Hashable, Tensor] = {}
         places = []
-        for prompt, sample, length in zip(prompts, grids, lengths, strict=True):
-            key = (tuple(prompt.tolist()), sample)
+        for prompt, sample, behind, length in zip(prompts, grids, later, lengths, strict=True):
+            key = (tuple(prompt.tolist()), sample, behind)
             if key not in known:
-                known[key] = self._prompt_positions(prompt, sample)
-            behind = known[key].max() + 1 + torch.arange(length - len(prompt), device=prompt.device)
-            places.append(torch.cat([known[key], behind.expand(3, -1)], dim=1))
+                known[key] = self._seen_positions(prompt, sample, behind)
+            first = known[key][:, :length]
+            rest = known[key].max() + 1 + torch.arange(length - first.shape[1], device=prompt.device)
+            places.append(torch.cat([first, rest.expand(3, -1)], dim=1))
         return places
 
-    def as_written(self, tokens: Tensor) -> Tensor:
-        """See `TextAdapter.as_written`: a placeholder goes by an alias that the embedding alone understands, since the
-        model would look for an image to put there."""
-        is_placeholder = torch.isin(tokens, torch.tensor(self.bundle.placeholder_ids, device=tokens.device))
-        return torch.where(is_placeholder, tokens + self.bundle.alias_offset, tokens)
+    def _later(self, conditions: Conditions, prompts: Sequence[Tensor]) -> list[tuple[Range, ...]]:
+        """Begin and end, among the tokens of its sample, of each image that stands behind the prompt."""
+        images = conditions.get("images")
+        if not isinstance(images, ImagePatchCondition) or images.places is None:
+            return [()] * len(prompts)
+        return [
+            tuple(
+                (place, place + self._num_tokens_of(grid))
+                for place, grid in zip(places, grids, strict=True)
+                if place >= len(prompt)
+            )
+            for prompt, places, grids in zip(prompts, images.places, images.grids, strict=True)
+        ]
+
+    def _num_tokens_of(self, grid: Grid) -> int:
+        frames, rows, columns = grid
+        return frames * rows * columns // self.bundle.patches_per_token
+
+    def as_read(self, conditions: Conditions, completions: Sequence[Tensor]) -> list[Tensor]:
+        """See `TextAdapter.as_read`: a placeholder that no image stands for goes by an alias that the embedding alone
+        understands, since the model would look for an image to put there."""
+        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        read = []
+        for prompt, completion, later in zip(prompts, completions, self._later(conditions, prompts), strict=True):
+            placeholders = torch.tensor(self.bundle.placeholder_ids, device=completion.device)
+            is_written = torch.isin(completion, placeholders)
+            for start, end in later:
+                own = slice(start - len(prompt), end - len(prompt))
+                if not bool((completion[own] == self.bundle.image_token_id).all()) or own.stop > len(completion):
+                    raise ContractError(
+                        f"an image should stand at the tokens {start} to {end} of its sample, which hold other tokens. "
+                        "Tokens and images must come from one conversation."
+                    )
+                is_written[own] = False
+            read.append(torch.where(is_written, completion + self.bundle.alias_offset, completion))
+        return read
 
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """Patches and grids of all images in the order of the prompts; nothing where there are none."""
@@ -158,10 +219,14 @@ class QwenVLAdapter(TextAdapter):
             grids=[tuple(grid for _, grid in each) for each in found],
         )
 
-    def _prompt_positions(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+    def _seen_positions(self, prompt: Tensor, grids: tuple[Grid, ...], later: tuple[Range, ...]) -> Tensor:
+        """Positions [3, n] of a prompt, and of what follows it up to the end of its last image."""
         if not grids:
             return torch.arange(len(prompt), device=prompt.device).expand(3, -1)
-        return self._rope_index(prompt, grids)
+        behind = prompt.new_zeros(max((end for _, end in later), default=len(prompt)) - len(prompt))
+        for start, end in later:
+            behind[start - len(prompt) : end - len(prompt)] = self.bundle.image_token_id
+        return self._rope_index(torch.cat([prompt, behind]), grids)
 
     def _rope_index(self, prompt: Tensor, grids: tuple[Grid, ...]) -> Tensor:
         """Positions [3, P] of a prompt with images, by the library."""

@@ -27,6 +27,7 @@ class QwenVLBundle(CausalLMBundle):
     """
 
     reads_media: ClassVar[bool] = True
+    reads_images_in_turns: ClassVar[bool] = True
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen3_vl")
     auto_class: ClassVar[Any] = transformers.AutoModelForImageTextToText  # Any: see the base
 

@@ -9,7 +9,7 @@ import jsonschema
 
 from unirl.rollout.environments.base import Step, Task
 from unirl.rollout.environments.text import TextEnvironment
-from unirl.rollout.environments.tools.base import Tool, ToolError
+from unirl.rollout.environments.tools.base import Answer, Tool, ToolError
 from unirl.rollout.turns.calls import MalformedCall, ToolCall, Turn
 from unirl.types.bounds import NonNegative, PositiveInt, bounded
 from unirl.types.errors import ConfigError
@@ -40,6 +40,7 @@ class ToolUse(TextEnvironment):
         self._max_chars = max_chars
         self._cost_per_call = cost_per_call
         self.deterministic = all(tool.deterministic for tool in tools.values())
+        self.shows_images = any(tool.shows_images for tool in tools.values())
 
     @property
     def schemas(self) -> list[dict[str, Any]]:  # Any: JSON
@@ -65,30 +66,32 @@ class ToolUse(TextEnvironment):
         messages = []
         for number, call in enumerate(action.calls):
             if number >= self._max_calls:
-                answer, kind = f"error: at most {self._max_calls} calls per turn", "malformed_calls"
+                answer, kind = Answer(f"error: at most {self._max_calls} calls per turn"), "malformed_calls"
             else:
                 answer, kind = self._answer(call)
             counts["calls"] += 1
             if kind is not None:
                 counts[kind] += 1
-            messages.append(Message("tool", self._cut(answer)))
+            messages.append(Message("tool", self._cut(answer.text), answer.images))
         return Step(tuple(messages), reward=-self._cost_per_call * len(action.calls), counts=counts)
 
-    def _answer(self, call: ToolCall | MalformedCall) -> tuple[str, str | None]:
+    def _answer(self, call: ToolCall | MalformedCall) -> tuple[Answer, str | None]:
         """What the model is told, and which count it adds to."""
         if isinstance(call, MalformedCall):
-            return f"error: {call.reason}", "malformed_calls"
+            return Answer(f"error: {call.reason}"), "malformed_calls"
         if call.name not in self._tools:
-            return f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}", "malformed_calls"
+            known = ", ".join(self._tools)
+            return Answer(f"error: there is no tool {call.name!r}; there are {known}"), "malformed_calls"
         tool = self._tools[call.name]
         try:
             jsonschema.validate(call.arguments, dict(tool.parameters))
         except jsonschema.ValidationError as error:
-            return f"error: {error.message}", "malformed_calls"
+            return Answer(f"error: {error.message}"), "malformed_calls"
         try:
-            return tool(call.arguments, self._task), None
+            found = tool(call.arguments, self._task)
         except ToolError as error:
-            return f"error: {error}", "tool_errors"
+            return Answer(f"error: {error}"), "tool_errors"
+        return (found if isinstance(found, Answer) else Answer(found)), None
 
     def _cut(self, answer: str) -> str:
         left_out = len(answer) - self._max_chars

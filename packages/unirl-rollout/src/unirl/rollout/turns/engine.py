@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -18,13 +18,14 @@ from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.workers import EnvironmentWorkers, Lost
 from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.rollout.turns.calls import Turn, calls_of
+from unirl.rollout.turns.episodes import SECONDS, Episode, next_request, track_of
+from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
 from unirl.sde.noise import noise_seed
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.conditions import Condition, PromptCondition
-from unirl.types.episodes import EPISODE
-from unirl.types.errors import ConfigError
-from unirl.types.media import Texts
-from unirl.types.messages import Message, demonstration
+from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
+from unirl.types.errors import ConfigError, DataError
+from unirl.types.media import ImageLists, Texts, shown_pixels
+from unirl.types.messages import Message, ShownImage, demonstration
 from unirl.types.noise import noise_key
 from unirl.types.protocols.engines import ChunkListener, TextRolloutEngine
 from unirl.types.protocols.models import ConversationCodec
@@ -34,64 +35,6 @@ from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
-End = Literal["answered", "length", "turns", "tokens", "environment", "failed"]
-_SECONDS = "environment_s"
-"""Count of the seconds that the environment took for a sample."""
-_STATUS: dict[str, SegmentStatus] = {"answered": SegmentStatus.COMPLETED, "failed": SegmentStatus.FAILED}
-
-
-@dataclass
-class _Episode:
-    """An episode as far as it has come."""
-
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    """After the prompt."""
-    log_probs: list[float] = field(default_factory=list)
-    is_written: list[bool] = field(default_factory=list)
-    """By the model."""
-    last_turn: list[int] = field(default_factory=list)
-    """What the model wrote last."""
-    transcript: list[dict[str, str]] = field(default_factory=list)
-    num_turns: int = 0
-    reward: float = 0.0
-    counts: dict[str, float] = field(default_factory=dict)
-    end: End | None = None
-    reason: str | None = None
-    versions: list[int] = field(default_factory=list)
-
-    def write(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.is_written += [True] * len(tokens)
-        self.last_turn = list(tokens)
-        self.num_turns += 1
-
-    def read(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.log_probs += [0.0] * len(tokens)
-        self.is_written += [False] * len(tokens)
-
-    def say(self, role: str, content: str) -> None:
-        self.transcript.append({"role": role, "content": content})
-
-    @property
-    def last_text(self) -> str:
-        """What the model wrote last; empty where it wrote nothing."""
-        return next((said["content"] for said in reversed(self.transcript) if said["role"] == "assistant"), "")
-
-    @property
-    def summary(self) -> dict[str, Any]:  # Any: JSON
-        """What scorers and records see."""
-        return {
-            "reward": self.reward,
-            "turns": self.num_turns,
-            "end": self.end,
-            "transcript": self.transcript,
-            **({} if self.reason is None else {"reason": self.reason}),
-            **{name: value for name, value in self.counts.items() if name != _SECONDS},
-        }
-
 
 @dataclass
 class _Part:
@@ -99,7 +42,7 @@ class _Part:
 
     workers: EnvironmentWorkers
     num_turns: int = 0
-    acting: dict[str, _Episode] = field(default_factory=dict)
+    acting: dict[str, Episode] = field(default_factory=dict)
     """Those that the environment answers, by name."""
     answer: Future[tuple[dict[str, Any], float]] | None = None  # Any: steps
     is_over: bool = False
@@ -124,12 +67,16 @@ class TurnsEngine(BaseRolloutEngine):
     environment: a `TextEnvironment`. max_turns: of the model, after which an episode ends ("turns"). max_tokens: of an
         episode behind its prompt; it ends before a turn that could pass them ("tokens"). None: what the context allows.
     sampling.max_new_tokens is the limit of one turn; a turn cut by it ends the episode ("length").
+    Images of messages, and those of the prompt, are among the track's conditions with their places; its primitives have
+    all that an episode was shown, in order. An episode in which the model writes a token that stands for media gets no
+    other turn ("media").
+
     call_tags: tokens around a call. shows_tools: whether prompts name the tools by the chat template.
     pipeline_stages: parts of a batch that take their turns one after the other, so that the model writes for one while
         the environment answers another; 2 where the environment takes about as long as the model.
     num_workers: processes of the environment per part. step_timeout_s, memory_gb: of one call and of one process, see
         `EnvironmentWorkers`.
-    Raises ConfigError if the tokenizer lacks the tags.
+    Raises ConfigError if the tokenizer lacks the tags, or the model reads no images that the environment shows.
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.turns.rules"
@@ -156,6 +103,12 @@ class TurnsEngine(BaseRolloutEngine):
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._tags: tuple[int, int] | None = None
+        self._shows_images = environment.shows_images
+        if self._shows_images and not pipeline.reads_images_in_turns:
+            raise ConfigError(
+                f"turns.environment shows images, and {type(pipeline).__name__} reads none between turns. Take a "
+                "model that does (Qwen2.5-VL, Qwen3-VL), or an environment of texts."
+            )
         if isinstance(environment, ToolUse):
             self._tags = _tag_ids(pipeline, call_tags)
             if shows_tools:
@@ -194,7 +147,7 @@ class TurnsEngine(BaseRolloutEngine):
         finally:
             for workers in self._workers:
                 workers.end(names)
-        resp = RolloutResp(tracks={track_name: _track(req, params, episodes, conditions)})
+        resp = RolloutResp(tracks={track_name: track_of(req, params, episodes, conditions)})
         if self._listener is not None:
             self._listener(resp)
         return resp
@@ -206,39 +159,67 @@ class TurnsEngine(BaseRolloutEngine):
 
     def _begun(
         self, req: RolloutReq, params: ARSamplingParams, names: Sequence[str]
-    ) -> tuple[RolloutReq, list[_Episode], dict[str, Condition]]:
+    ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
         """The request with the prompts that the environment replaces, its episodes, and their conditions."""
         texts = req.texts
+        shown = images_of_prompts(req)
         started = time.perf_counter()
+        known: dict[int, ShownImage] = {}
         tasks: list[dict[str, tuple[Task, int]]] = [{} for _ in self._workers]
         for number, (name, row, group) in enumerate(zip(names, req.rows, req.group_ids, strict=True)):
             # Episodes of a group begin equally.
             seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
-            tasks[number % len(tasks)][name] = {**row, "prompt": texts[number]}, seed
+            task = {**row, "prompt": texts[number]}
+            if shown is not None:
+                task["images"] = tuple(message_image(image, known) for image in shown.images[number])
+            tasks[number % len(tasks)][name] = task, seed
         opened: dict[str, Any] = {}  # Any: what each observes first
         for part in self._answering.map(EnvironmentWorkers.reset, self._workers, tasks):
             opened.update(part)
         took_s = time.perf_counter() - started
+        if shown is None and self._shows_images:
+            shown = ImageLists(images=[[] for _ in names])
         for place, name in enumerate(names):
             first = opened[name]
             if not isinstance(first, Lost) and first:
                 texts[place] = first[0].content
-        req = req.replace(primitives={**req.primitives, "text": Texts(texts=texts)})
+                if first[0].images:
+                    shown = with_images(shown, place, [shown_pixels(image) for image in first[0].images])
+        given = {} if shown is None else {"image": shown}
+        req = req.replace(primitives={**req.primitives, "text": Texts(texts=texts), **given})
         conditions = prompt_conditions(req, self._codec)
-        prompt = cast("PromptCondition", conditions["prompt"])
-        episodes = [_Episode(tokens.tolist()) for tokens in prompt.unpack("tokens")]
-        for episode, name, text in zip(episodes, names, texts, strict=True):
-            episode.say("user", text)
-            episode.counts[_SECONDS] = took_s / len(episodes)
-            first = opened[name]
+        return req, self._episodes(conditions, texts, shown, [opened[name] for name in names], took_s), conditions
+
+    def _episodes(
+        self,
+        conditions: Mapping[str, Condition],
+        texts: Sequence[str],
+        shown: ImageLists | None,
+        opened: Sequence[Any],  # Any: what each observes first
+        took_s: float,
+    ) -> list[Episode]:
+        """Episodes that have read their prompts."""
+        episodes = []
+        images = conditions.get("images")
+        for row, tokens in enumerate(cast("PromptCondition", conditions["prompt"]).unpack("tokens")):
+            episode = Episode(tokens.tolist())
+            if shown is not None:
+                episode.images = list(shown.images[row])
+                episode.sources = None if shown.sources is None else list(shown.sources[row])
+            if isinstance(images, ImagePatchCondition) and images.places is not None:
+                episode.seen.append((0, images.select([row])))
+            episode.say("user", texts[row], len(episode.images))
+            episode.counts[SECONDS] = took_s / len(texts)
+            first = opened[row]
             if isinstance(first, Lost):
                 episode.end, episode.reason = "failed", first.reason
-        return req, episodes, conditions
+            episodes.append(episode)
+        return episodes
 
     def _play(
         self,
         req: RolloutReq,
-        episodes: Sequence[_Episode],
+        episodes: Sequence[Episode],
         conditions: Mapping[str, Condition],
         names: Sequence[str],
         policy: str | None,
@@ -257,7 +238,7 @@ class TurnsEngine(BaseRolloutEngine):
                 continue
             # Where weights are sharded, a rank whose episodes have all ended generates with the others, for nothing.
             rows = going or [0]
-            resp = self._engine.generate(_asked(req, episodes, conditions, rows, part.num_turns), policy)
+            resp = self._engine.generate(next_request(req, episodes, conditions, rows, part.num_turns), policy)
             track_name = resp.root_name()
             part.num_turns += 1
             if going:
@@ -268,7 +249,7 @@ class TurnsEngine(BaseRolloutEngine):
                 part.answer = self._answering.submit(_timed, part.workers.step, actions)
         raise AssertionError("a cycle has no end")
 
-    def _take(self, track: RolloutTrack, episodes: Sequence[_Episode]) -> None:
+    def _take(self, track: RolloutTrack, episodes: Sequence[Episode]) -> None:
         """Add what the model wrote."""
         segment = cast("TextSegment", track.segment)
         tokens = segment.unpack("tokens")
@@ -289,9 +270,9 @@ class TurnsEngine(BaseRolloutEngine):
             return
         steps, took_s = part.answer.result()
         part.answer = None
-        bridges: dict[tuple[Message, ...], list[int]] = {}
+        bridges: dict[tuple[Message, ...], Bridge] = {}
         for name, episode in part.acting.items():
-            episode.counts[_SECONDS] += took_s / len(part.acting)
+            episode.counts[SECONDS] += took_s / len(part.acting)
             step = steps[name]
             if isinstance(step, Lost):
                 episode.end, episode.reason = "failed", step.reason
@@ -299,21 +280,32 @@ class TurnsEngine(BaseRolloutEngine):
             self._apply(step, episode)
             if episode.end is not None:
                 continue
-            messages = tuple(step.observation)
-            for message in messages:
-                episode.say(message.role, message.content)
-            if messages not in bridges:
-                bridges[messages] = self._codec.bridge(messages)
-            episode.read(bridges[messages])
+            if not self._codec.media_tokens.isdisjoint(episode.last_turn):
+                episode.end = "media"
+                continue
+            try:
+                messages = tuple(step.observation)
+                if messages not in bridges:
+                    bridges[messages] = self._bridge(messages)
+            except DataError as error:
+                episode.end, episode.reason = "failed", str(error)
+                continue
+            episode.read(messages, bridges[messages])
             if self._is_full(episode, params):
                 episode.end = "tokens"
 
-    def _turn(self, episode: _Episode) -> Turn:
+    def _bridge(self, messages: Sequence[Message]) -> Bridge:
+        """Raises ConfigError for an image of an environment that declares none, DataError for one without tokens."""
+        if not self._shows_images and any(message.images for message in messages):
+            raise ConfigError(UNDECLARED)
+        return self._codec.bridge(messages)
+
+    def _turn(self, episode: Episode) -> Turn:
         """The model's last turn as the environment takes it."""
         calls = () if self._tags is None else calls_of(episode.last_turn, *self._tags, self._codec.text_of)
         return Turn(episode.transcript[-1]["content"], calls)
 
-    def _apply(self, step: Step[Sequence[Message]], episode: _Episode) -> None:
+    def _apply(self, step: Step[Sequence[Message]], episode: Episode) -> None:
         episode.reward += step.reward
         for name, value in step.counts.items():
             episode.counts[name] = episode.counts.get(name, 0.0) + value
@@ -324,7 +316,7 @@ class TurnsEngine(BaseRolloutEngine):
         elif episode.num_turns >= self._max_turns or self._is_aborted:
             episode.end = "turns"
 
-    def _is_full(self, episode: _Episode, params: ARSamplingParams) -> bool:
+    def _is_full(self, episode: Episode, params: ARSamplingParams) -> bool:
         """True if another turn could pass a limit."""
         own = len(episode.tokens) + params.max_new_tokens
         is_long = self._max_tokens is not None and own > self._max_tokens
@@ -363,52 +355,3 @@ def _tag_ids(codec: ConversationCodec, tags: Sequence[str]) -> tuple[int, int]:
         )
     begin, end = (codec.vocabulary[tag] for tag in tags)
     return begin, end
-
-
-def _asked(
-    req: RolloutReq,
-    episodes: Sequence[_Episode],
-    conditions: Mapping[str, Condition],
-    rows: Sequence[int],
-    turn: int,
-) -> RolloutReq:
-    """The request for the next turn of some episodes. Each turn draws other numbers; the first those of a sample
-    without turns."""
-    asked = req.select(list(rows))
-    given = {name: condition.select(list(rows)) for name, condition in conditions.items()}
-    device = cast("PromptCondition", conditions["prompt"]).tokens.device
-    given["prompt"] = PromptCondition.pack(
-        tokens=[torch.tensor(episodes[row].prompt + episodes[row].tokens, device=device) for row in rows]
-    )
-    names = asked.sample_ids if turn == 0 else [f"{name}:turn:{turn}" for name in asked.sample_ids]
-    return asked.replace(sample_ids=names, request_conditions=given)
-
-
-def _track(
-    req: RolloutReq,
-    params: ARSamplingParams,
-    episodes: Sequence[_Episode],
-    conditions: Mapping[str, Condition],
-) -> RolloutTrack:
-    device = cast("PromptCondition", conditions["prompt"]).tokens.device
-    ends = [_STATUS.get(str(episode.end), SegmentStatus.TRUNCATED) for episode in episodes]
-    segment = TextSegment.pack(
-        tokens=[torch.tensor(episode.tokens, dtype=torch.long, device=device) for episode in episodes],
-        log_probs=None
-        if params.is_greedy
-        else [torch.tensor(episode.log_probs, dtype=torch.float32, device=device) for episode in episodes],
-        loss_mask=[torch.tensor(episode.is_written, dtype=torch.bool, device=device) for episode in episodes],
-        status=torch.tensor(ends, dtype=torch.long, device=device),
-        params=params,
-    )
-    texts = [episode.last_text for episode in episodes]
-    track = req.make_root_track(conditions=conditions, segment=segment, decoded=Texts(texts=texts))
-    names = sorted({name for episode in episodes for name in episode.counts})
-    counts = {name: torch.tensor([episode.counts.get(name, 0.0) for episode in episodes]) for name in names}
-    counts["turns"] = torch.tensor([float(episode.num_turns) for episode in episodes])
-    counts["written_tokens"] = torch.tensor([float(sum(episode.is_written)) for episode in episodes])
-    return track.replace(
-        metadata=[{**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)],
-        counts=counts,
-        policy_versions=torch.tensor([min(episode.versions, default=0) for episode in episodes]),
-    )

@@ -41,8 +41,31 @@ def calls_end_before_their_step(own: Part, run: Run) -> Messages:
             )
 
 
+def images_reach_the_model(own: Part, run: Run) -> Messages:
+    """An environment that shows images talks to a model and an engine that take them between turns."""
+    environment = own.inner.get("environment")
+    if environment is None:
+        return
+    showing = [part for part in (environment, *environment.inside("tools").values()) if _shows_images(part)]
+    for stage in run.stages:
+        if not showing or stage.turns is not own:
+            continue
+        bundle = run.policies[stage.policy].bundle
+        for part, ability in ((bundle, "reads_images_in_turns"), (stage.engine, "takes_media")):
+            if not part.takes_any and not part.ability(ability):
+                yield (
+                    f"{showing[0].at}: {showing[0].name} shows images, but {part.at} {part.name} has none of them "
+                    f"reach the model between its turns ({ability}). Choose another, or an environment of texts."
+                )
+
+
+def _shows_images(part: Part) -> bool:
+    return bool(part.abilities.get("shows_images"))
+
+
 RULES = (
     *environments.RULES,
+    images_reach_the_model,
     lengths_are_of_turns,
     texts_take_turns,
     calls_end_before_their_step,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
-from unirl.types.conditions import Condition
+from unirl.types.conditions import Bridge, Condition
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.messages import Conversation, Message
 from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
@@ -180,9 +180,20 @@ class ConversationCodec(TextCodec, Protocol):
         """From now on prompts name these tools, given as OpenAI's `tools`. Raises ConfigError if it cannot."""
         ...
 
-    def bridge(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens from the end of the model's turn, whose last token is its end-of-sequence token, to the begin of its
-        next turn, with these messages in between."""
+    @property
+    def reads_images_in_turns(self) -> bool:
+        """True if messages between the model's turns may show images."""
+        ...
+
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens that stand for media, and mean none where the model itself writes them."""
+        ...
+
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        """What stands from the end of the model's turn, whose last token is its end-of-sequence token, to the begin of
+        its next turn, with these messages in between. Raises ConfigError for images if it reads none there, DataError
+        for an image that cannot be read."""
         ...
 
     def text_of(self, tokens: Sequence[int]) -> str:
