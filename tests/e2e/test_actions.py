@@ -29,6 +29,7 @@ SMALL = [
 SIZES = {
     "vla/tabletop_push": ["batch_size=8"],
     "vla/tabletop_push_tokens": ["batch_size=8"],
+    "vla/tabletop_push_noise": ["batch_size=8"],
     "vla/tabletop_push_grpo": ["batch_size=2", "sampling.samples_per_prompt=4"],
 }
 PROCESSES = [
@@ -100,7 +101,7 @@ def test_videos_show_each_recorded_episode(tmp_path):
         assert record["end"] in ("completed", "truncated")
 
 
-@pytest.mark.parametrize("name", ["vla/tabletop_push", "vla/tabletop_push_tokens"])
+@pytest.mark.parametrize("name", ["vla/tabletop_push", "vla/tabletop_push_tokens", "vla/tabletop_push_noise"])
 def test_what_is_exported_is_what_was_trained(name, tmp_path):
     run(name, tmp_path / "run", "num_rollouts=1")
     out = tmp_path / "out"

@@ -28,6 +28,21 @@ def test_gaussian_log_prob_equals_torch_distributions(tensors, reduction):
     torch.testing.assert_close(gaussian_log_prob(y, mean, std_R, reduction).double(), expected, **TOLERANCE)
 
 
+def test_gaussian_log_density_takes_a_deviation_of_each_element(tensors):
+    """Against torch.distributions, value and gradient of the deviation; float32, a few roundings."""
+    y, mean, *_ = tensors
+    std = torch.rand_like(mean) + 0.1
+    ours, theirs = (std.clone().requires_grad_() for _ in range(2))
+    found = gaussian_log_density(y, mean, ours)
+    expected = torch.distributions.Normal(mean, theirs).log_prob(y)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-4)
+    with pytest.raises(ValueError, match="std_R"):
+        gaussian_log_density(y, mean, std[:, :1])
+
+
 def test_gaussian_log_density_has_the_terms_of_the_sum(tensors):
     y, mean, _, std_R = tensors
     each = gaussian_log_density(y, mean, std_R)

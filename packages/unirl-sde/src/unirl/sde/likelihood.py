@@ -44,14 +44,18 @@ def gaussian_log_prob(y: Tensor, mean: Tensor, std_R: Tensor, reduction: Reducti
     return -squared_R / (2 * std_R.square()) - num_elements * (std_R.log() + 0.5 * math.log(2 * math.pi))
 
 
-def gaussian_log_density(y: Tensor, mean: Tensor, std_R: Tensor) -> Tensor:
+def gaussian_log_density(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """log N(y; mean, std^2) of every element, [R, ...] float32: the terms that `gaussian_log_prob` sums.
 
-    For a sum over some elements alone. y, mean, std_R: as there; y is detached.
+    For a sum over some elements alone, or for elements with different deviations. y, mean: as there; y is detached.
+    std: positive, [R] or of mean's shape; gradients flow to it.
+    Raises ValueError if shapes disagree.
     """
-    check_rows(mean, std_R=std_R)
     check_same_shape(mean, y=y)
-    std = over_rows(std_R.float(), mean)
+    if std.shape != mean.shape:
+        check_rows(mean, std_R=std)
+        std = over_rows(std, mean)
+    std = std.float()
     squared = (y.detach().float() - mean.float()).square()
     return -squared / (2 * std.square()) - (std.log() + 0.5 * math.log(2 * math.pi))
 

@@ -1,7 +1,7 @@
 """GRPO on the actions of episodes: PPO's clipped surrogate on every term of every decision.
 
-A term is a stochastic step of a flow over a chunk of moves, or a token of it (`unirl.types.actions`). The advantage of
-an episode, compared with others from the same start, is that of all its decisions.
+A term is a stochastic step of a flow over a chunk of moves, its whole chain, or a token (`unirl.types.actions`). The
+advantage of an episode, compared with others from the same start, is that of all its decisions.
 Sources: pi_RL (arXiv 2510.25889), its ratios per flow step; SimpleVLA-RL's GRPO over episodes.
 Legend: B episodes, N decisions of a micro-batch, n of them in a forward, L terms of a decision.
 """
@@ -52,7 +52,8 @@ class ActionGRPO(RatioAlgorithm):
     clip_schedule: constant, linear_decay or cosine_decay over the run.
     advantage_clip: advantages are clamped to +- this; None leaves them.
     old_logp_source: see `RatioAlgorithm`.
-    entropy_coef: weight of the entropy of tokens, which is taken off the loss; a flow knows none.
+    entropy_coef: weight of the entropy of tokens or of learned noise, which is taken off the loss; other flows know
+        none.
     kl_coef, kl_estimator, adaptive_kl: penalty towards the reference, see `ReferenceKL`; k1, k2 or k3.
     decisions_per_forward: memory knob; the decisions of a micro-batch are replayed in chunks of this many.
     """

@@ -3,7 +3,7 @@
 An episode is one sample. At each decision the policy sees an observation and draws a chunk of moves, of which the
 environment executes some before the next decision or the end.
 Legend: B episodes, N decisions of all episodes, H moves of a chunk, D numbers of a move, K flow steps, S stochastic
-ones, L terms of a decision: its S stochastic steps, or its H D tokens.
+ones, L terms of a decision: its S stochastic steps, its whole chain, or its H D tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class DrawnChunks:
     tokens: Tensor | None = None
     """[n, H, D] int64, of bins."""
     densities: Tensor | None = None
-    """Log-probs of single numbers, float32: [n, S, H, D] of a flow, [n, 1, H, D] of bins. None where nothing was drawn
-    from a distribution."""
+    """Log-probs of single numbers, float32: [n, S, H, D] of a flow, with the noise that it began from first where the
+    chain has one term, [n, 1, H, D] of bins. None where nothing was drawn from a distribution."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,6 +92,8 @@ class ActionSegment(Segment):
     """[K+1] float32, decreasing from 1 to 0; of chains."""
     sde_indices: list[int] = shared(default_factory=list)
     """[S] which of the K steps were stochastic."""
+    is_joint: bool = shared(default=False)
+    """True if a decision has one term, the log-prob of its whole chain; of chains."""
     params: ActionSamplingParams | None = shared(default=None)
     """What the chunks were sampled with; replay uses these and no others."""
 
@@ -148,7 +150,9 @@ class ActionSegment(Segment):
     def num_terms(self) -> int:
         """L, terms of the loss per decision."""
         height, width = self.chunk_shape
-        return len(self.sde_indices) if self.tokens is None else height * width
+        if self.tokens is not None:
+            return height * width
+        return 1 if self.is_joint else len(self.sde_indices)
 
     @property
     def move_mask(self) -> Tensor:
@@ -157,7 +161,7 @@ class ActionSegment(Segment):
 
     @property
     def term_mask(self) -> Tensor:
-        """[N, L] bool, the terms that count: tokens of executed moves, and every stochastic step."""
+        """[N, L] bool, the terms that count: tokens of executed moves, and every stochastic step or chain."""
         if self.tokens is None:
             return self.num_moves.new_ones(self.num_decisions, self.num_terms, dtype=torch.bool)
         return self.move_mask.repeat_interleave(self.chunk_shape[1], dim=1)

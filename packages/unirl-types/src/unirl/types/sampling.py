@@ -307,7 +307,8 @@ class ActionSamplingParams(BaseSamplingParams):
     num_inference_steps: int = 4
     """Steps of a flow-matching head from noise to a chunk of moves."""
     eta: float = 0.5
-    """Noise level of its stochastic steps; 0 follows the flow and cannot be replayed."""
+    """Noise level of its stochastic steps; 0 follows the flow and cannot be replayed. Of a head that learns its noise a
+    factor of the deviations, 1 for those that it chose."""
     sde_indices: list[int] | None = None
     """Its stochastic steps; None: every step. Those that are not follow the flow."""
     temperature: float = 1.0

@@ -137,7 +137,7 @@ def flow_loss(network: nn.Module, images_B: Tensor, chunks_B: Tensor) -> Tensor:
     """Flow matching of the chunk."""
     noise, sigma_B = torch.randn_like(chunks_B), torch.rand(len(chunks_B))
     x = interpolate(chunks_B, noise, sigma_B)
-    _, velocity = network(images_B, x=x, sigma_R=sigma_B)
+    _, velocity, _ = network(images_B, x=x, sigma_R=sigma_B)
     return (velocity - velocity_target(chunks_B, noise)).square().mean()
 
 
@@ -146,7 +146,7 @@ def bins_loss(network: nn.Module, images_B: Tensor, chunks_B: Tensor) -> Tensor:
     bins = ((chunks_B + 1) / 2 * NUM_BINS).long().clamp(0, NUM_BINS - 1)
     distance = (torch.arange(NUM_BINS) - bins[..., None]) / SMOOTHED_BINS
     target = (-0.5 * distance.square()).softmax(dim=-1)
-    _, logits = network(images_B)
+    _, logits, _ = network(images_B)
     return -(target * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
 
 

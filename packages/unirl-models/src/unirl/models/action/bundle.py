@@ -19,6 +19,9 @@ from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.precision import dtype_named
 from unirl.types.storage import open_to_umask
 
+NOISE_WEIGHTS = "head.noise."
+"""Names of what chooses the deviations of a flow's steps begin with it."""
+
 
 @bounded("bundle")
 class ActionBundle(Bundle):
@@ -27,6 +30,7 @@ class ActionBundle(Bundle):
     pretrained_model: a folder with config.json and model.safetensors. config: instead, the shape of one that is made
     with random weights from `seed`, for tasks that can be learnt from nothing.
     dtype: of the weights ("fp32", "bf16", "fp16"), whatever the file holds.
+    noise_range: see `ActionConfig`; a checkpoint without a network for it gets one with random weights from `seed`.
     Raises ConfigError unless one of pretrained_model and config is given, CheckpointError for a folder that is missing
     or does not fit.
     """
@@ -46,12 +50,14 @@ class ActionBundle(Bundle):
         device: str | torch.device = "cpu",
         *,
         seed: Seed = 0,
+        noise_range: tuple[float, float] | None = None,
     ) -> None:
         if (pretrained_model is None) == (config is None):
             raise ConfigError("bundle: give pretrained_model, or config for a policy with random weights; one of them.")
         self.device = torch.device(device)
         self.folder = None if pretrained_model is None else Path(pretrained_model).expanduser()
-        self.config = config if config is not None else ActionConfig.read(Path(str(self.folder)))
+        found = config if config is not None else ActionConfig.read(Path(str(self.folder)))
+        self.config = found.with_noise(noise_range)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.network = ActionNetwork(self.config)
@@ -77,6 +83,9 @@ class ActionBundle(Bundle):
     def _load(self, path: Path) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. Copy or export the folder again.")
-        weights = load_file(path)
-        check_fits(weights, self.network.state_dict(), path)
+        weights, made = load_file(path), self.network.state_dict()
+        added = {name: value for name, value in made.items() if name.startswith(NOISE_WEIGHTS)}
+        if not added.keys() & weights.keys():
+            weights |= added
+        check_fits(weights, made, path)
         self.network.load_state_dict(weights)

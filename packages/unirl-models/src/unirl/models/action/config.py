@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -25,8 +25,9 @@ class ActionConfig:
     head: flow draws a chunk by flow matching, bins one of `num_bins` tokens for each of its numbers.
     chunk: moves that are drawn at once. action_size: numbers of a move. image_shape: [C, H, W] of the images that it
     sees. state_size: numbers of the states that it reads. width: of what it makes of an observation.
-    num_keypoints: places that it looks for in an image.
-    Raises ConfigError if it would see nothing, or images that are too small.
+    num_keypoints: places that it looks for in an image. noise_range: smallest and largest standard deviation of a
+    flow's steps, which a network beside the velocity chooses for each number; None: no such network.
+    Raises ConfigError if it would see nothing, images that are too small, or a noise_range that no head has.
     """
 
     head: Head
@@ -37,6 +38,7 @@ class ActionConfig:
     width: PositiveInt = 128
     num_keypoints: PositiveInt = 32
     num_bins: PositiveInt = 256
+    noise_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.image_shape is not None:
@@ -46,8 +48,15 @@ class ActionConfig:
                 raise ConfigError(
                     f"bundle.config.image_shape = {list(self.image_shape)} must be [C, H, W] with sides of at least 16."
                 )
+        if self.noise_range is not None:
+            object.__setattr__(self, "noise_range", tuple(self.noise_range))
+            check_noise_range(self.noise_range, self.head)
         if self.image_shape is None and self.state_size is None:
             raise ConfigError("bundle.config: set image_shape, state_size or both; a policy must see something.")
+
+    def with_noise(self, noise_range: tuple[float, float] | None) -> Self:
+        """The same with deviations in `noise_range`; as it is for None."""
+        return self if noise_range is None else dataclasses.replace(self, noise_range=noise_range)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -68,3 +77,13 @@ class ActionConfig:
         """The content of a config.json."""
         values: dict[str, Any] = {"model_type": MODEL_TYPE, **dataclasses.asdict(self)}
         return json.dumps(values, indent=2) + "\n"
+
+
+def check_noise_range(noise_range: Sequence[float], head: Head) -> None:
+    """Raise ConfigError unless these are two deviations, and the head is a flow."""
+    if head != "flow":
+        raise ConfigError(f"noise_range = {list(noise_range)}: the head {head} takes no noisy steps. Remove it.")
+    if len(noise_range) != 2 or not 0 < noise_range[0] < noise_range[1]:
+        raise ConfigError(
+            f"noise_range = {list(noise_range)} must be the smallest and the largest standard deviation, above 0."
+        )

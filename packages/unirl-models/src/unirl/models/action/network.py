@@ -5,6 +5,8 @@ Legend: n observations, C H W image, P keypoints, W width, R rows, H moves of a 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -49,12 +51,33 @@ class StateTrunk(nn.Module):
         return self.perceptron(states.to(next(self.parameters()).dtype))
 
 
+class NoiseHead(nn.Module):
+    """A standard deviation for each number of a chunk, from what the flow's head makes of it.
+
+    The log-variance lies between those of `noise_range`, by a tanh.
+    Source: pi_RL (arXiv 2510.25889), Flow-Noise.
+    """
+
+    def __init__(self, hidden: int, size: int, noise_range: tuple[float, float]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(hidden, 64), nn.Tanh(), nn.Linear(64, size))
+        self.low, self.high = (math.log(bound) for bound in noise_range)
+
+    def forward(self, hidden_RW: Tensor) -> Tensor:
+        """[R, H D] float32."""
+        share = (self.layers(hidden_RW).float().tanh() + 1) / 2
+        return (self.low + (self.high - self.low) * share).exp()
+
+
 class FlowHead(nn.Module):
-    """The velocity of a noisy chunk at a noise level, given the features."""
+    """The velocity of a noisy chunk at a noise level, given the features, and with `noise_range` the deviation of the
+    step that starts there."""
 
     frequencies: Tensor
 
-    def __init__(self, width: int, chunk_shape: tuple[int, int]) -> None:
+    def __init__(
+        self, width: int, chunk_shape: tuple[int, int], noise_range: tuple[float, float] | None = None
+    ) -> None:
         super().__init__()
         size = chunk_shape[0] * chunk_shape[1]
         hidden = 2 * width
@@ -62,13 +85,16 @@ class FlowHead(nn.Module):
             *(nn.Linear(width + size + 2 * NUM_FREQUENCIES, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU()),
             nn.Linear(hidden, size),
         )
+        self.noise = None if noise_range is None else NoiseHead(hidden, size, noise_range)
         self.register_buffer("frequencies", torch.linspace(0, 4, NUM_FREQUENCIES).exp(), persistent=False)
 
-    def forward(self, features_RW: Tensor, x: Tensor, sigma_R: Tensor) -> Tensor:
-        """Velocity [R, H, D] of x [R, H, D]."""
+    def forward(self, features_RW: Tensor, x: Tensor, sigma_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Velocity [R, H, D] of x [R, H, D], and deviations [R, H, D] float32 or None."""
         angles = sigma_R[:, None] * self.frequencies
         inputs = torch.cat([features_RW, x.flatten(1), angles.sin(), angles.cos()], dim=1)
-        return self.layers(inputs.to(features_RW.dtype)).view_as(x)
+        hidden_RW = self.layers[:-1](inputs.to(features_RW.dtype))
+        std = None if self.noise is None else self.noise(hidden_RW).view_as(x)
+        return self.layers[-1](hidden_RW).view_as(x), std
 
 
 class BinsHead(nn.Module):
@@ -97,7 +123,10 @@ class ActionNetwork(nn.Module):
         self.image = None if shape is None else KeypointTrunk(shape, config.num_keypoints, width)
         self.state = None if config.state_size is None else StateTrunk(config.state_size, width)
         chunk = (config.chunk, config.action_size)
-        self.head = FlowHead(width, chunk) if config.head == "flow" else BinsHead(width, chunk, config.num_bins)
+        if config.head == "flow":
+            self.head: FlowHead | BinsHead = FlowHead(width, chunk, config.noise_range)
+        else:
+            self.head = BinsHead(width, chunk, config.num_bins)
 
     def forward(
         self,
@@ -108,9 +137,9 @@ class ActionNetwork(nn.Module):
         row_R: Tensor | None = None,
         x: Tensor | None = None,
         sigma_R: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Features [n, W] of observations, and what the head makes of them: bins' logits, a flow's velocity of x, or
-        None of a flow without x.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Features [n, W] of observations, what the head makes of them (bins' logits, a flow's velocity of x, or None
+        of a flow without x), and the deviations of a flow's step from x, or None where it learns none.
 
         features: those of an earlier call, used instead of images and states. row_R: the observation of each row of x;
         None: row after row.
@@ -119,10 +148,10 @@ class ActionNetwork(nn.Module):
             parts = [trunk(seen) for trunk, seen in ((self.image, images), (self.state, states)) if trunk is not None]
             features = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         if isinstance(self.head, BinsHead):
-            return features, self.head(features)
+            return features, self.head(features), None
         if x is None or sigma_R is None:
-            return features, None
-        return features, self.head(features if row_R is None else features[row_R], x, sigma_R)
+            return features, None, None
+        return features, *self.head(features if row_R is None else features[row_R], x, sigma_R)
 
 
 def _perceptron(size: int, width: int) -> nn.Sequential:

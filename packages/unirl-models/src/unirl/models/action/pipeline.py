@@ -36,11 +36,13 @@ class ChunkStats:
     features_NW: Tensor
 
 
-class _ActionPipeline(ABC):
-    """What both heads share."""
+class BasePipeline(ABC):
+    """What all heads share."""
 
     recipe_rules: ClassVar[str] = "unirl.models.action.pipeline_rules"
     head: ClassVar[Head]
+    learns_noise: ClassVar[bool] = False
+    """True if a network chooses the deviations of a flow's stochastic steps."""
 
     def __init__(self, bundle: ActionBundle) -> None:
         if bundle.config.head != self.head:
@@ -83,12 +85,37 @@ class _ActionPipeline(ABC):
         """[n, L], see unirl.types.protocols.models.ActionPipeline."""
 
 
-def _executed(num_moves: Tensor, length: int) -> Tensor:
-    """[n, H] bool."""
+def executed(num_moves: Tensor, length: int) -> Tensor:
+    """[n, H] bool, the moves of a chunk of `length` that were executed."""
     return torch.arange(length, device=num_moves.device) < num_moves[:, None]
 
 
-class FlowActionPipeline(_ActionPipeline):
+@dataclass(frozen=True)
+class TransitionRows:
+    """The stochastic steps of some chains, as R rows."""
+
+    row_R: Tensor
+    """int64, the chain."""
+    step_R: Tensor
+    """int64."""
+    sigma_R: Tensor
+    sigma_next_R: Tensor
+    x: Tensor
+    """[R, H, D], where the step began."""
+    following: Tensor
+    """[R, H, D], where it led."""
+
+
+def transition_rows(chains: Tensor, steps: Sequence[int], sigmas: Tensor) -> TransitionRows:
+    """Every step in `steps` of chains [n, K+1, H, D], on their device. sigmas: [K+1]."""
+    row_R = torch.arange(len(chains), device=chains.device).repeat_interleave(len(steps))
+    step_R = torch.tensor(steps, device=chains.device).repeat(len(chains))
+    sigmas = sigmas.to(chains.device)
+    x, following = chains[row_R, step_R], chains[row_R, step_R + 1]
+    return TransitionRows(row_R, step_R, sigmas[step_R], sigmas[step_R + 1], x, following)
+
+
+class FlowActionPipeline(BasePipeline):
     """Chunks by flow matching, noise at sigma 1 and moves at sigma 0, with stochastic steps (Flow-SDE) that have
     log-probs.
 
@@ -106,6 +133,12 @@ class FlowActionPipeline(_ActionPipeline):
             raise ConfigError(
                 f"pipeline.strategy: the {self._strategy.name} kernel has no density, of which a chunk sums that of "
                 "executed moves. Take unirl.sde.kernels.FlowSDEStrategy."
+            )
+        if bundle.config.noise_range is not None and not self.learns_noise:
+            raise ConfigError(
+                f"bundle.noise_range = {list(bundle.config.noise_range)} adds a network that {type(self).__name__} "
+                "does not use. Remove it, or set pipeline._target_ to "
+                "unirl.models.action.noise_pipeline.FlowNoiseActionPipeline."
             )
 
     def segment_fields(self, params: ActionSamplingParams) -> dict[str, object]:
@@ -140,7 +173,7 @@ class FlowActionPipeline(_ActionPipeline):
 
     def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
         """[n, S], summed over the executed moves of [n, S, H, D]."""
-        is_executed = _executed(num_moves, densities.shape[2])[:, None, :, None]
+        is_executed = executed(num_moves, densities.shape[2])[:, None, :, None]
         return torch.where(is_executed, densities, 0.0).flatten(2).sum(dim=2)
 
     def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> ChunkStats:
@@ -151,28 +184,24 @@ class FlowActionPipeline(_ActionPipeline):
         if not steps:
             raise ConfigError("a chunk without stochastic steps cannot be replayed. Set sampling.eta above 0.")
         decision_N = decision_N.to(segment.chains.device)
-        num_decisions = len(decision_N)
         features = self.features(segment.observations().select(decision_N))
-        row_R = torch.arange(num_decisions, device=features.device).repeat_interleave(len(steps))
-        step_R = torch.tensor(steps, device=features.device).repeat(num_decisions)
-        chains, sigmas = segment.chains[decision_N], segment.sigmas.to(features.device)
+        rows = transition_rows(segment.chains[decision_N], steps, segment.sigmas)
 
         def velocity(x: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
-            return self._velocity(features, row_R, x, sigma_R)
+            return self._velocity(features, rows.row_R, x, sigma_R)
 
-        following = chains[row_R, step_R + 1]
         replayed = replay(
             velocity,
-            chains[row_R, step_R],
-            following,
-            sigmas[step_R],
-            sigmas[step_R + 1],
-            step_R,
+            rows.x,
+            rows.following,
+            rows.sigma_R,
+            rows.sigma_next_R,
+            rows.step_R,
             strategy=self._strategy,
             eta=params.eta,
-            sigma_max=float(sigmas[1]),
+            sigma_max=float(segment.sigmas[1]),
         )
-        densities = self._densities(following, replayed.mean, params, num_decisions)
+        densities = self._densities(rows.following, replayed.mean, params, len(decision_N))
         return ChunkStats(self.log_probs(densities, segment.num_moves[decision_N]), None, features)
 
     def _velocity(self, features: Tensor, row_R: Tensor | None, x: Tensor, sigma_R: Tensor) -> Tensor:
@@ -191,7 +220,7 @@ class FlowActionPipeline(_ActionPipeline):
         return torch.linspace(1, 0, params.num_inference_steps + 1)
 
 
-class BinsActionPipeline(_ActionPipeline):
+class BinsActionPipeline(BasePipeline):
     """Chunks as tokens, one of `num_bins` for each number, drawn side by side. A term is a token.
 
     Bins cut [-1, 1] evenly, as OpenVLA's do; a token stands for the middle of its bin.
@@ -215,7 +244,7 @@ class BinsActionPipeline(_ActionPipeline):
 
     def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
         """[n, H D] of [n, 1, H, D], 0 for moves that were not executed."""
-        is_executed = _executed(num_moves, densities.shape[2])[:, :, None]
+        is_executed = executed(num_moves, densities.shape[2])[:, :, None]
         return torch.where(is_executed, densities[:, 0], 0.0).flatten(1)
 
     def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> ChunkStats:
@@ -236,6 +265,6 @@ class BinsActionPipeline(_ActionPipeline):
         )
 
     def _logits(self, seen: Observations) -> tuple[Tensor, Tensor]:
-        features, logits = self._network(seen.images, seen.states)
+        features, logits, _ = self._network(seen.images, seen.states)
         assert logits is not None  # noqa: S101 - a head with bins always has them
         return features, logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unirl.types.recipe import Messages, Part, Run
 
 OF_FLOW = ("num_inference_steps", "eta", "sde_indices")
@@ -30,4 +32,21 @@ def samples_have_log_probs(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (options_fit_the_head, samples_have_log_probs)
+def noise_is_learned_where_it_is_taken(own: Part, run: Run) -> Messages:
+    """A network of deviations is there exactly if the pipeline takes them. What a checkpoint holds is seen later."""
+    bundle = run.policy_of(own).bundle
+    config = bundle.node.get("config")
+    given = bundle.node.get("noise_range")
+    if given is None and isinstance(config, Mapping):
+        given = config.get("noise_range")
+    if own.ability("learns_noise"):
+        if given is None and config is not None:
+            yield f"{own.name} takes learned noise, but {bundle.at}.noise_range is missing. Set it to [0.08, 0.16]."
+    elif given is not None:
+        yield (
+            f"{bundle.at}.noise_range = {list(given)} does nothing with {own.name}. Remove it, or set "
+            f"{own.at}._target_: unirl.models.action.noise_pipeline.FlowNoiseActionPipeline."
+        )
+
+
+RULES = (options_fit_the_head, samples_have_log_probs, noise_is_learned_where_it_is_taken)

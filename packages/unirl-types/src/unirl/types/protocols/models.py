@@ -306,7 +306,8 @@ class ActionStats(Protocol):
 
     @property
     def entropy_NL(self) -> Tensor | None:
-        """[n, L] float32, nats, of the distributions that tokens were drawn from; None of a flow, which knows none."""
+        """[n, L] float32, nats, of the distributions that tokens or steps of learned noise were drawn from; None of a
+        flow whose noise is given."""
         ...
 
     @property
