@@ -9,11 +9,13 @@ import av
 import pytest
 import stopping
 import torch
+import transformers
 
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.models.action.bundle import ActionBundle
+from unirl.models.tiny import pi0
 from unirl.rollout.environments.workers import EnvironmentWorkers
 from unirl.trainer.commands import export_recipe
 
@@ -32,6 +34,11 @@ SIZES = {
     "vla/tabletop_push_noise": ["batch_size=8"],
     "vla/tabletop_push_grpo": ["batch_size=2", "sampling.samples_per_prompt=4"],
 }
+LARGE = {
+    "vla/pi0_tabletop": ["batch_size=4"],
+    "vla/pi0_tabletop_grpo": ["batch_size=2", "sampling.samples_per_prompt=2"],
+}
+"""Recipes of models that tests make tiny."""
 PROCESSES = [
     "engine.environment._target_=unirl.rollout.environments.gymnasium_processes.GymnasiumProcesses",
     "+engine.environment.num_processes=2",
@@ -40,7 +47,7 @@ PROCESSES = [
 
 def composed(name, *words):
     register_resolvers()
-    return resolve(compose(name, [*SMALL, *SIZES[name], *words]))
+    return resolve(compose(name, [*SMALL, *(SIZES | LARGE)[name], *words]))
 
 
 def run(name, run_dir, *words, after=10**9):
@@ -107,12 +114,34 @@ def test_what_is_exported_is_what_was_trained(name, tmp_path):
     out = tmp_path / "out"
     export_recipe(run_of(composed(name)), tmp_path / "run", out, merged=True)
     exported = ActionBundle(str(out))
-    base = ActionBundle(composed(name)["bundle"]["pretrained_model"])
+    bundle = composed(name)["bundle"]
+    base = ActionBundle(bundle["pretrained_model"], noise_range=bundle.get("noise_range"))
     assert exported.config == base.config
     moved = [
         not torch.equal(value, base.network.state_dict()[key]) for key, value in exported.network.state_dict().items()
     ]
     assert any(moved)
+
+
+@pytest.mark.parametrize("name", ["vla/pi0_tabletop", "vla/pi0_tabletop_grpo"])
+def test_pi0_trains_and_is_exported_for_its_library(name, tmp_path):
+    """The expert moves, the vision-language model keeps its bits."""
+    base = pi0.save(tmp_path / "base")
+    critic = ["algorithm.critic.hidden_size=24"] if name == "vla/pi0_tabletop" else []
+    words = [
+        *("device=cpu", "bundle.dtype=fp32", f"bundle.pretrained_model={base}", "bundle.tokenizer=null"),
+        *("backend.fsdp=null", "backend.optimizer.learning_rate=1e-3", "stack.num_updates_per_batch=2", *critic),
+        *("stack.num_epochs=1", "num_rollouts=1", "engine.environment.id=dense_room:tests/DenseRoom-v0"),
+    ]
+    records = run(name, tmp_path / "run", *words)
+    assert records[1]["policy/first_ratio_max_abs_dev"] == 0
+    assert records[1]["mismatch/logp_absdiff/max"] < 1e-3
+    out = tmp_path / "out"
+    export_recipe(run_of(composed(name, *words)), tmp_path / "run", out, merged=True)
+    trained, before = (transformers.PI0ForConditionalGeneration.from_pretrained(each) for each in (out, base))
+    kept = {key: torch.equal(value, before.state_dict()[key]) for key, value in trained.state_dict().items()}
+    assert all(same for key, same in kept.items() if key.startswith("model.vlm."))
+    assert not kept["action_out_proj.weight"] and not kept["model.dit.layers.0.mlp.up_proj.weight"]
 
 
 def test_an_environment_of_gymnasium_is_learnt_from_nothing(tmp_path):

@@ -177,6 +177,9 @@ class Steady:
     def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> Any:
         raise NotImplementedError
 
+    def encode_prompts(self, texts: Sequence[str]) -> Tensor | None:
+        return None
+
     def features(self, seen: Observations) -> Tensor:
         raise NotImplementedError
 

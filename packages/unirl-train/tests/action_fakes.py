@@ -87,6 +87,9 @@ class NetPipeline:
         logp = self.log_probs(densities, segment.num_moves[decision_N])
         return Stats(logp, torch.ones_like(logp), states + 0 * mean.sum())
 
+    def encode_prompts(self, texts: Sequence[str]) -> None:
+        return None
+
     def features(self, seen: Observations) -> Tensor:
         assert seen.states is not None
         return seen.states

@@ -27,6 +27,8 @@ class Observations:
     """[n, C, H, W] uint8."""
     states: Tensor | None = None
     """[n, S] float32."""
+    prompts: Tensor | None = None
+    """[n, P] int64, the tokens of what it is told to do, -1 after their end; None of a policy that reads none."""
 
     def __post_init__(self) -> None:
         if self.images is None and self.states is None:
@@ -39,11 +41,13 @@ class Observations:
 
     def select(self, rows: Tensor) -> Observations:
         """The observations at `rows` [m] int64."""
-        return Observations(*(None if each is None else each[rows] for each in (self.images, self.states)))
+        parts = (self.images, self.states, self.prompts)
+        return Observations(*(None if each is None else each[rows] for each in parts))
 
     def to(self, device: torch.device | str) -> Observations:
         """The same on `device`."""
-        return Observations(*(None if each is None else each.to(device) for each in (self.images, self.states)))
+        parts = (self.images, self.states, self.prompts)
+        return Observations(*(None if each is None else each.to(device) for each in parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +92,8 @@ class ActionSegment(Segment):
     """[B, C, H, W] uint8, the observation after the last move: what a truncated episode would have gone on from."""
     final_states: Tensor | None = per_sample(default=None)
     """[B, S] float32, likewise."""
+    prompts: Tensor | None = per_sample(default=None)
+    """[B, P] int64, see `Observations`."""
     sigmas: Tensor | None = shared(default=None)
     """[K+1] float32, decreasing from 1 to 0; of chains."""
     sde_indices: list[int] = shared(default_factory=list)
@@ -109,6 +115,7 @@ class ActionSegment(Segment):
             ("chains", torch.float32, 4),
             ("tokens", torch.long, 3),
             ("log_probs", torch.float32, 2),
+            ("prompts", torch.long, 2),
             ("rewards", torch.float32, 1),
             ("num_moves", torch.long, 1),
         ):
@@ -168,13 +175,16 @@ class ActionSegment(Segment):
 
     def observations(self) -> Observations:
         """What the policy saw at all N decisions."""
-        return Observations(self.images, self.states)
+        prompts = None
+        if self.prompts is not None:
+            prompts = self.prompts[self.episode_N.to(self.prompts.device)]
+        return Observations(self.images, self.states, prompts)
 
     def final_observations(self) -> Observations:
         """What it would have seen next, of each episode. Raises ContractError if the engine did not keep it."""
         if self.final_images is None and self.final_states is None:
             raise ContractError("this segment does not hold the observations after the last moves")
-        return Observations(self.final_images, self.final_states)
+        return Observations(self.final_images, self.final_states, self.prompts)
 
     @property
     def episode_N(self) -> Tensor:

@@ -137,6 +137,8 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
             place = folder / at
             write_configurations(str(source), place)
             bundle["pretrained_model"] = str(place)
+            if bundle.get("tokenizer") is not None:
+                bundle["tokenizer"] = str(place)  # the stand-in of a release that keeps its own elsewhere
     # The true run has passed the rules between sections; one device alone would not, with a topology of several.
     small = check_recipe(recipe, is_exported=True)
     return Share(

@@ -65,6 +65,21 @@ class ActionBundle(Bundle):
             self._load(self.folder / WEIGHTS_FILE)
         self.network.to(self.device, dtype_named(dtype, "dtype")).eval()
 
+    @property
+    def chunk_shape(self) -> tuple[int, int]:
+        """Moves of a chunk, and numbers of a move."""
+        return self.config.chunk, self.config.action_size
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """[C, H, W] of the images that it sees; None if it sees none."""
+        return self.config.image_shape
+
+    @property
+    def state_size(self) -> int | None:
+        """Numbers of the states that it reads; None if it reads none."""
+        return self.config.state_size
+
     def trainable_modules(self) -> dict[str, nn.Module]:
         """All of it."""
         return {self.component: self.network}

@@ -26,7 +26,7 @@ class ActionConfig:
     chunk: moves that are drawn at once. action_size: numbers of a move. image_shape: [C, H, W] of the images that it
     sees. state_size: numbers of the states that it reads. width: of what it makes of an observation.
     num_keypoints: places that it looks for in an image. noise_range: smallest and largest standard deviation of a
-    flow's steps, which a network beside the velocity chooses for each number; None: no such network.
+    flow's steps, which a small network chooses for each number; None: no such network.
     Raises ConfigError if it would see nothing, images that are too small, or a noise_range that no head has.
     """
 

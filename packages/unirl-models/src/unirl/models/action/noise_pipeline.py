@@ -2,7 +2,7 @@
 
 The chain from noise to moves then is a Markov chain with a density in closed form, of which a decision is one term.
 Source: pi_RL (arXiv 2510.25889), Flow-Noise.
-Legend: see `unirl.models.action.pipeline`.
+Legend: see `unirl.models.action.heads`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from unirl.models.action.bundle import ActionBundle
-from unirl.models.action.pipeline import ChunkStats, FlowActionPipeline, executed, transition_rows
+from unirl.models.action.heads import ChunkStats, executed, transition_rows
+from unirl.models.action.pipeline import FlowActionPipeline
 from unirl.sde.likelihood import gaussian_log_density
 from unirl.sde.noise import keyed_normal
 from unirl.sde.solvers import euler_step

@@ -1,72 +1,36 @@
-"""Policies that act, as the pipelines that recipes name: a flow over chunks of moves, or bins of their numbers.
+"""Small policies that act, as the pipelines that recipes name: a flow over chunks of moves, or bins of their numbers.
 
-Legend: n observations or decisions, S stochastic steps, R = n S rows (decision-major), K flow steps, H moves of a
-chunk, D numbers of a move, L terms of a decision, W width of the features.
+Legend: see `unirl.models.action.heads`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from unirl.models.action.bundle import ActionBundle
 from unirl.models.action.config import Head
+from unirl.models.action.heads import FlowPipeline, TokensPipeline
 from unirl.models.evaluation_mode import evaluating
-from unirl.sde.kernels import FlowSDEStrategy, SDEStrategy
-from unirl.sde.likelihood import gaussian_log_density
-from unirl.sde.loop import replay, sample
-from unirl.sde.noise import keyed_normal, keyed_uniform
-from unirl.types.actions import ActionSegment, DrawnChunks, Observations
-from unirl.types.errors import ConfigError, ContractError
-from unirl.types.sampling import ActionSamplingParams
+from unirl.sde.kernels import SDEStrategy
+from unirl.types.actions import Observations
+from unirl.types.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class ChunkStats:
-    """Implements unirl.types.protocols.models.ActionStats."""
+class FlowActionPipeline(FlowPipeline[ActionBundle, Tensor]):
+    """A small policy with the head `flow`. strategy: see `FlowPipeline`."""
 
-    logp_NL: Tensor
-    entropy_NL: Tensor | None
-    features_NW: Tensor
-
-
-class BasePipeline(ABC):
-    """What all heads share."""
-
-    recipe_rules: ClassVar[str] = "unirl.models.action.pipeline_rules"
-    head: ClassVar[Head]
-    learns_noise: ClassVar[bool] = False
-    """True if a network chooses the deviations of a flow's stochastic steps."""
-
-    def __init__(self, bundle: ActionBundle) -> None:
-        if bundle.config.head != self.head:
+    def __init__(self, bundle: ActionBundle, strategy: SDEStrategy | None = None) -> None:
+        _require_head(bundle, self.head, type(self))
+        super().__init__(bundle, strategy)
+        if bundle.config.noise_range is not None and not self.learns_noise:
             raise ConfigError(
-                f"the policy has the head {bundle.config.head}, {type(self).__name__} samples from {self.head}. Set "
-                f"pipeline._target_ to the pipeline of {bundle.config.head}."
+                f"bundle.noise_range = {list(bundle.config.noise_range)} adds a network that {type(self).__name__} "
+                "does not use. Remove it, or set pipeline._target_ to "
+                "unirl.models.action.noise_pipeline.FlowNoiseActionPipeline."
             )
-        self._bundle = bundle
         self._network = bundle.network
-
-    @property
-    def chunk_shape(self) -> tuple[int, int]:
-        """H and D."""
-        return self._bundle.config.chunk, self._bundle.config.action_size
-
-    @property
-    def image_shape(self) -> tuple[int, int, int] | None:
-        """[C, H, W] of the images that it sees; None if it sees none."""
-        return self._bundle.config.image_shape
-
-    @property
-    def state_size(self) -> int | None:
-        """Numbers of the states that it reads; None if it reads none."""
-        return self._bundle.config.state_size
 
     def features(self, seen: Observations) -> Tensor:
         """[n, W], what it makes of observations."""
@@ -76,195 +40,44 @@ class BasePipeline(ABC):
         """Evaluation mode without gradients."""
         return evaluating(self._bundle)
 
-    def segment_fields(self, params: ActionSamplingParams) -> dict[str, object]:
-        """None but of a flow."""
-        return {}
-
-    @abstractmethod
-    def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
-        """[n, L], see unirl.types.protocols.models.ActionPipeline."""
-
-
-def executed(num_moves: Tensor, length: int) -> Tensor:
-    """[n, H] bool, the moves of a chunk of `length` that were executed."""
-    return torch.arange(length, device=num_moves.device) < num_moves[:, None]
-
-
-@dataclass(frozen=True)
-class TransitionRows:
-    """The stochastic steps of some chains, as R rows."""
-
-    row_R: Tensor
-    """int64, the chain."""
-    step_R: Tensor
-    """int64."""
-    sigma_R: Tensor
-    sigma_next_R: Tensor
-    x: Tensor
-    """[R, H, D], where the step began."""
-    following: Tensor
-    """[R, H, D], where it led."""
-
-
-def transition_rows(chains: Tensor, steps: Sequence[int], sigmas: Tensor) -> TransitionRows:
-    """Every step in `steps` of chains [n, K+1, H, D], on their device. sigmas: [K+1]."""
-    row_R = torch.arange(len(chains), device=chains.device).repeat_interleave(len(steps))
-    step_R = torch.tensor(steps, device=chains.device).repeat(len(chains))
-    sigmas = sigmas.to(chains.device)
-    x, following = chains[row_R, step_R], chains[row_R, step_R + 1]
-    return TransitionRows(row_R, step_R, sigmas[step_R], sigmas[step_R + 1], x, following)
-
-
-class FlowActionPipeline(BasePipeline):
-    """Chunks by flow matching, noise at sigma 1 and moves at sigma 0, with stochastic steps (Flow-SDE) that have
-    log-probs.
-
-    strategy: the kernel of the stochastic steps, a Gaussian one; None is `FlowSDEStrategy`.
-    A term is a stochastic step, whose log-prob is summed over the numbers of executed moves.
-    Source: pi_RL (arXiv 2510.25889), Flow-SDE on the chunk.
-    """
-
-    head: ClassVar[Head] = "flow"
-
-    def __init__(self, bundle: ActionBundle, strategy: SDEStrategy | None = None) -> None:
-        super().__init__(bundle)
-        self._strategy = FlowSDEStrategy() if strategy is None else strategy
-        if not self._strategy.is_gaussian:
-            raise ConfigError(
-                f"pipeline.strategy: the {self._strategy.name} kernel has no density, of which a chunk sums that of "
-                "executed moves. Take unirl.sde.kernels.FlowSDEStrategy."
-            )
-        if bundle.config.noise_range is not None and not self.learns_noise:
-            raise ConfigError(
-                f"bundle.noise_range = {list(bundle.config.noise_range)} adds a network that {type(self).__name__} "
-                "does not use. Remove it, or set pipeline._target_ to "
-                "unirl.models.action.noise_pipeline.FlowNoiseActionPipeline."
-            )
-
-    def segment_fields(self, params: ActionSamplingParams) -> dict[str, object]:
-        """The noise levels and the stochastic steps."""
-        return {"sigmas": self._sigmas(params), "sde_indices": params.stochastic_steps}
-
-    def draw(self, seen: Observations, params: ActionSamplingParams, *, noise_keys: Sequence[str]) -> DrawnChunks:
-        """A chunk for each observation."""
-        sigmas, steps = self._sigmas(params), params.stochastic_steps
-        noise = keyed_normal(noise_keys, params.seed, (len(sigmas), *self.chunk_shape)).to(self._bundle.device)
+    def _perceive(self, seen: Observations) -> tuple[Tensor, Tensor]:
         features = self.features(seen)
+        return features, features
 
-        def velocity(x: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
-            return self._velocity(features, None, x, sigma_R)
-
-        drawn = sample(
-            velocity,
-            noise[:, 0],
-            sigmas,
-            strategy=self._strategy,
-            eta=params.eta,
-            sde_indices=steps,
-            step_noise=lambda step: noise[:, step + 1],
-            keep="all",
-            keep_means=bool(steps),
-        )
-        densities = None
-        if drawn.sde_means is not None:
-            following = drawn.latents[:, [step + 1 for step in steps]]
-            densities = self._densities(following.flatten(0, 1), drawn.sde_means.flatten(0, 1), params, len(noise))
-        return DrawnChunks(moves=drawn.latents[:, -1].clamp(-1, 1), chains=drawn.latents, densities=densities)
-
-    def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
-        """[n, S], summed over the executed moves of [n, S, H, D]."""
-        is_executed = executed(num_moves, densities.shape[2])[:, None, :, None]
-        return torch.where(is_executed, densities, 0.0).flatten(2).sum(dim=2)
-
-    def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> ChunkStats:
-        """One forward of all n S rows."""
-        steps = segment.sde_indices
-        if segment.chains is None or segment.sigmas is None:
-            raise ContractError("this segment holds tokens; a flow replays chains")
-        if not steps:
-            raise ConfigError("a chunk without stochastic steps cannot be replayed. Set sampling.eta above 0.")
-        decision_N = decision_N.to(segment.chains.device)
-        features = self.features(segment.observations().select(decision_N))
-        rows = transition_rows(segment.chains[decision_N], steps, segment.sigmas)
-
-        def velocity(x: Tensor, sigma_R: Tensor, step_R: Tensor) -> Tensor:
-            return self._velocity(features, rows.row_R, x, sigma_R)
-
-        replayed = replay(
-            velocity,
-            rows.x,
-            rows.following,
-            rows.sigma_R,
-            rows.sigma_next_R,
-            rows.step_R,
-            strategy=self._strategy,
-            eta=params.eta,
-            sigma_max=float(segment.sigmas[1]),
-        )
-        densities = self._densities(rows.following, replayed.mean, params, len(decision_N))
-        return ChunkStats(self.log_probs(densities, segment.num_moves[decision_N]), None, features)
-
-    def _velocity(self, features: Tensor, row_R: Tensor | None, x: Tensor, sigma_R: Tensor) -> Tensor:
-        found = self._network(features=features, row_R=row_R, x=x, sigma_R=sigma_R)[1]
+    def _velocity(self, seen: Tensor, row_R: Tensor | None, x: Tensor, sigma_R: Tensor) -> Tensor:
+        found = self._network(features=seen, row_R=row_R, x=x, sigma_R=sigma_R)[1]
         assert found is not None  # noqa: S101 - x was given
         return found
 
-    def _densities(self, y: Tensor, mean: Tensor, params: ActionSamplingParams, num_decisions: int) -> Tensor:
-        """[n, S, H, D] of n S rows. Both sampling and replay take the deviations of the schedule, so that they have
-        equal bits."""
-        std_S = self._strategy.step_std(self._sigmas(params), params.stochastic_steps, eta=params.eta).to(y.device)
-        return gaussian_log_density(y, mean, std_S.repeat(num_decisions)).unflatten(0, (num_decisions, -1))
 
-    @staticmethod
-    def _sigmas(params: ActionSamplingParams) -> Tensor:
-        return torch.linspace(1, 0, params.num_inference_steps + 1)
+class BinsActionPipeline(TokensPipeline[ActionBundle]):
+    """A small policy with the head `bins`, which cut [-1, 1] evenly; a token stands for the middle of its bin."""
 
+    def __init__(self, bundle: ActionBundle) -> None:
+        _require_head(bundle, self.head, type(self))
+        super().__init__(bundle)
+        self._network = bundle.network
 
-class BinsActionPipeline(BasePipeline):
-    """Chunks as tokens, one of `num_bins` for each number, drawn side by side. A term is a token.
+    def features(self, seen: Observations) -> Tensor:
+        """[n, W], what it makes of observations."""
+        return self._network(seen.images, seen.states)[0]
 
-    Bins cut [-1, 1] evenly, as OpenVLA's do; a token stands for the middle of its bin.
-    """
-
-    head: ClassVar[Head] = "bins"
-
-    def draw(self, seen: Observations, params: ActionSamplingParams, *, noise_keys: Sequence[str]) -> DrawnChunks:
-        """A chunk for each observation."""
-        logits = self._logits(seen)[1]
-        if params.temperature == 0:
-            tokens, densities = logits.argmax(dim=-1), None
-        else:
-            logp = (logits.float() / params.temperature).log_softmax(dim=-1)
-            uniform = keyed_uniform(noise_keys, params.seed, self.chunk_shape).to(logp.device)
-            below = logp.exp().cumsum(dim=-1) <= uniform[..., None]
-            tokens = below.sum(dim=-1).clamp(max=logp.shape[-1] - 1)
-            densities = logp.gather(-1, tokens[..., None])[:, None, :, :, 0]
-        middles = (tokens + 0.5) / self._bundle.config.num_bins * 2 - 1
-        return DrawnChunks(moves=middles.float(), tokens=tokens, densities=densities)
-
-    def log_probs(self, densities: Tensor, num_moves: Tensor) -> Tensor:
-        """[n, H D] of [n, 1, H, D], 0 for moves that were not executed."""
-        is_executed = executed(num_moves, densities.shape[2])[:, :, None]
-        return torch.where(is_executed, densities[:, 0], 0.0).flatten(1)
-
-    def replay(self, segment: ActionSegment, decision_N: Tensor, params: ActionSamplingParams) -> ChunkStats:
-        """One forward of all n decisions."""
-        if segment.tokens is None:
-            raise ContractError("this segment holds chains; a head with bins replays tokens")
-        if params.temperature == 0:
-            raise ConfigError("the most probable bins cannot be replayed. Set sampling.temperature above 0.")
-        decision_N = decision_N.to(segment.tokens.device)
-        features, logits = self._logits(segment.observations().select(decision_N))
-        logp = (logits.float() / params.temperature).log_softmax(dim=-1)
-        tokens, num_moves = segment.tokens[decision_N], segment.num_moves[decision_N]
-        entropy = -(logp.exp() * logp).sum(dim=-1)
-        return ChunkStats(
-            logp_NL=self.log_probs(logp.gather(-1, tokens[..., None])[:, None, :, :, 0], num_moves),
-            entropy_NL=self.log_probs(entropy[:, None], num_moves),
-            features_NW=features,
-        )
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients."""
+        return evaluating(self._bundle)
 
     def _logits(self, seen: Observations) -> tuple[Tensor, Tensor]:
         features, logits, _ = self._network(seen.images, seen.states)
         assert logits is not None  # noqa: S101 - a head with bins always has them
         return features, logits
+
+    def _moves(self, tokens: Tensor) -> Tensor:
+        return ((tokens + 0.5) / self._bundle.config.num_bins * 2 - 1).float()
+
+
+def _require_head(bundle: ActionBundle, head: Head, pipeline: type) -> None:
+    if bundle.config.head != head:
+        raise ConfigError(
+            f"the policy has the head {bundle.config.head}, {pipeline.__name__} samples from {head}. Set "
+            f"pipeline._target_ to the pipeline of {bundle.config.head}."
+        )

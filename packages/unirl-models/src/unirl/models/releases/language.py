@@ -51,6 +51,7 @@ _OMNI_THINKER: Settings = {
 }
 
 LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
+    "lerobot/pi0_base": LanguageModel("PI0Config", {}, "PI0ForConditionalGeneration"),
     "Qwen/Qwen3-4B": LanguageModel(*_QWEN3),
     "Qwen/Qwen3-4B-Base": LanguageModel(*_QWEN3),
     "Qwen/Qwen3-30B-A3B-Base": LanguageModel("Qwen3MoeConfig", QWEN3_30B_A3B, "Qwen3MoeForCausalLM"),

@@ -334,6 +334,12 @@ class ActionPipeline(Protocol):
         """Numbers of the states that it reads; None if it reads none."""
         ...
 
+    def encode_prompts(self, texts: Sequence[str]) -> Tensor | None:
+        """[n, P] int64 on the CPU, the tokens of each text, -1 after its end, P the same for all texts; None of a
+        policy that reads none. Raises ConfigError for a text that is too long.
+        """
+        ...
+
     def draw(self, seen: Observations, params: ActionSamplingParams, *, noise_keys: Sequence[str]) -> DrawnChunks:
         """A chunk for each of n observations. noise_keys [n] seed the draws together with params.seed."""
         ...

@@ -75,7 +75,7 @@ class _Log:
     environment_s: float = 0.0
     """Seconds that the environment took, of all."""
     final: dict[str, Tensor] = field(default_factory=dict)
-    """Last observation of each episode, by field of the segment."""
+    """Last observation of each episode and what it was told, by field of the segment."""
 
     def __post_init__(self) -> None:
         self.frames = [[] for _ in range(self.num)]
@@ -223,13 +223,16 @@ class EpisodesEngine(DirectSampling):
         seen = self._environment.start(start_seeds(req, params))
         log.environment_s += time.perf_counter() - began
         log.show(going, seen)
-        observed = _tensors(seen)
+        prompts = self._pipeline.encode_prompts(req.texts)
+        if prompts is not None:
+            log.final["prompts"] = prompts
+        observed = _tensors(seen, prompts)
         decision = 0
         while self._is_needed(going):
             if not going:  # ranks that still play gather the shards of this one
                 self._pipeline.draw(observed.to(self._device), params, noise_keys=[""] * len(observed))
                 continue
-            observed = _tensors(seen)
+            observed = _tensors(seen, None if prompts is None else prompts[going])
             drawn = self._pipeline.draw(
                 observed.to(self._device), params, noise_keys=[f"{keys[row]}::{decision}" for row in going]
             )
@@ -284,5 +287,6 @@ def verify_action_segment(segment: ActionSegment) -> None:
         raise ContractError(f"log-probs of decisions {wrong[:4]} are not finite: {segment.log_probs[wrong[:1]]}")
 
 
-def _tensors(seen: Seen) -> Observations:
-    return Observations(*(None if part is None else torch.from_numpy(part) for part in (seen.images, seen.states)))
+def _tensors(seen: Seen, prompts: Tensor | None) -> Observations:
+    parts = (None if part is None else torch.from_numpy(part) for part in (seen.images, seen.states))
+    return Observations(*parts, prompts)
