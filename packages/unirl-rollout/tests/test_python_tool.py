@@ -28,21 +28,28 @@ SECRET = "moss-agate"
 TIME_S = 2.0
 
 
-def can_isolate():
+def can_isolate(isolation="namespaces"):
     limits = Limits(time_s=5.0, memory_bytes=2**29, files_bytes=2**20, output_bytes=2**14, num_processes=1)
     try:
-        Sandbox(limits).verify()
+        Sandbox(limits, isolation=isolation).verify()
     except ConfigError:
         return False
     return True
 
 
 isolating = pytest.mark.skipif(not can_isolate(), reason="this machine isolates no code")
+guarding = pytest.mark.skipif(not can_isolate("landlock"), reason="this machine has no Landlock")
 
 
 @pytest.fixture(scope="module")
 def python():
     return PythonInterpreter(time_s=TIME_S, memory_mb=256, files_mb=8, output_kb=16)
+
+
+@pytest.fixture(scope="module")
+def among_others():
+    """The same without namespaces."""
+    return PythonInterpreter(time_s=TIME_S, memory_mb=256, output_kb=16, isolation="landlock")
 
 
 def processes():
@@ -179,6 +186,101 @@ def test_an_attack_is_bounded_and_told_to_the_model(python, name):
     assert said.startswith("error: ") and re.search(reason, said), said
 
 
+OTHERWISE = {
+    "memory in files": "Permission denied",
+    "many files": "Permission denied",
+    "devices": "Permission denied|No such file",
+    "leaving the root": "Permission denied",
+}
+"""What code is told with Landlock, where that differs."""
+AMONG_OTHERS = {
+    "other folders": ("import os\nos.listdir('/')", "PermissionError"),
+    "a pair of sockets": ("import socket\nsocket.socketpair()", "PermissionError"),
+    "limits of others": ("import os, resource\nresource.prlimit(os.getppid(), 7, (0, 0))", "PermissionError"),
+    "priority of others": ("import os\nos.setpriority(os.PRIO_USER, os.getuid(), 19)", "PermissionError"),
+    "processors of others": ("import os\nos.sched_setaffinity(os.getppid(), {0})", "PermissionError"),
+    "owner of a file's signals": ("import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+    "signal of a file": ("import fcntl\nfcntl.fcntl(1, fcntl.F_SETSIG, 9)", "PermissionError"),
+    "shared memory": ("import ctypes\nassert ctypes.CDLL(None).shmat(0, 0, 0) != -1", "AssertionError"),
+    "folder that watches": ("import ctypes\nassert ctypes.CDLL(None).inotify_init() != -1", "AssertionError"),
+    "a file without a name": ("import os\nos.open('/tmp', os.O_TMPFILE | os.O_RDWR)", "PermissionError"),
+    "a pipe with a name": ("import os\nos.mkfifo('/tmp/unirl-pipe')", "PermissionError"),
+    "another root": ("import os\nos.chroot('/lib')", "PermissionError"),
+    "another user": ("import os\nos.setuid(1); 1/0", "PermissionError|ZeroDivisionError"),
+}
+
+
+@guarding
+@pytest.mark.parametrize("name", [*ATTACKS, *AMONG_OTHERS])
+def test_an_attack_among_other_processes_is_bounded_and_told_to_the_model(among_others, name):
+    code, reason = (ATTACKS | AMONG_OTHERS)[name]
+    python = among_others
+    if "stopped after" in reason:
+        python = PythonInterpreter(time_s=0.5, memory_mb=256, isolation="landlock")
+    said = attacked(python, code)
+    assert said.startswith("error: ") and re.search(OTHERWISE.get(name, reason), said), said
+
+
+@guarding
+def test_files_are_neither_opened_nor_changed_among_other_processes(among_others, tmp_path):
+    file = tmp_path / "run" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(SECRET)
+    before = file.stat()
+    for path in (file, Path("/etc/passwd"), Path("/proc/self/environ"), Path(f"/proc/{os.getpid()}/environ")):
+        assert "PermissionError" in attacked(among_others, f"print(open({str(path)!r}).read())")
+        assert "PermissionError" in attacked(among_others, f"open({str(path)!r}, 'a').write('changed')")
+    name = repr(str(file))
+    for change in (
+        *(f"os.remove({name})", f"os.truncate({name}, 0)", f"os.chmod({name}, 0)", f"os.chown({name}, 0, 0)"),
+        *(f"os.utime({name}, (0, 0))", f"os.rename({name}, {name} + '2')", f"os.symlink('x', {name} + '2')"),
+        *(f"os.link({name}, {name} + '2')", f"os.mkdir({name} + '2')", f"os.setxattr({name}, 'user.a', b'1')"),
+        *(f"os.rmdir(os.path.dirname({name}))", f"os.listdir(os.path.dirname({name}))"),
+    ):
+        assert re.search("PermissionError|OSError: .*cross-device", attacked(among_others, f"import os\n{change}")), (
+            change
+        )
+    after = file.stat()
+    assert file.read_text() == SECRET and os.listdir(file.parent) == ["config.yaml"]
+    assert (after.st_mode, after.st_mtime_ns, after.st_uid) == (before.st_mode, before.st_mtime_ns, before.st_uid)
+
+
+@guarding
+def test_code_among_other_processes_has_libraries_and_nothing_else(among_others, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    (tmp_path / "own_sums.py").write_text("def total(x): return sum(x)\n")
+    own = PythonInterpreter(libraries=[str(tmp_path)], isolation="landlock")
+    assert attacked(own, "import own_sums\nown_sums.total([1, 2])") == "3"
+    assert "ModuleNotFoundError" in attacked(own, "import torch")
+    assert attacked(among_others, "import sqlite3, json, random, statistics\n6 * 7") == "42"
+    assert "HF_TOKEN" not in attacked(among_others, "import os\nprint(dict(os.environ))")
+    assert attacked(among_others, "import sys\nsys.stdin.read()") == "''"
+    code = "import os\nfor n in range(3, 1024):\n    try: print(n, os.read(n, 99))\n    except OSError: pass"
+    assert attacked(among_others, code) == "(the code printed nothing)"
+
+
+@guarding
+@pytest.mark.parametrize("victim", ["os.getppid()", "0", "-1", "{pid}", "-{group}"])
+def test_no_other_process_gets_a_signal_without_namespaces(among_others, victim):
+    victim = victim.format(pid=os.getpid(), group=os.getpgrp())
+    got = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    try:
+        for code in (f"os.kill({victim}, signal.SIGUSR1)", f"os.kill({victim}, signal.SIGKILL)"):
+            assert "PermissionError" in attacked(among_others, f"import os, signal\n{code}")
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert not got
+
+
+@guarding
+def test_options_that_do_nothing_without_namespaces_are_refused():
+    given: list[dict[str, Any]] = [{"files_mb": 8}, {"processes": 2}]
+    for options in given:
+        with pytest.raises(ConfigError, match="isolation = landlock lets code write no files and start no processes"):
+            PythonInterpreter(isolation="landlock", **options)
+
+
 @isolating
 def test_memory_of_this_process_does_not_grow_with_what_code_writes(python):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -257,18 +359,21 @@ def test_no_other_process_gets_a_signal(python, victim):
     assert not got
 
 
-@isolating
-def test_code_ends_with_the_process_that_runs_it():
+@pytest.mark.parametrize(
+    ("isolation", "number"),
+    [pytest.param("namespaces", 2, marks=isolating), pytest.param("landlock", 1, marks=guarding)],
+)
+def test_code_ends_with_the_process_that_runs_it(isolation, number):
     script = (
         "from unirl.rollout.environments.tools.python import PythonInterpreter\n"
-        "tool = PythonInterpreter(time_s=60)\nprint('ready', flush=True)\n"
+        f"tool = PythonInterpreter(time_s=60, isolation={isolation!r})\nprint('ready', flush=True)\n"
         "tool({'code': 'import ctypes, time\\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\\ntime.sleep(50)'}, {})\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 20
-        while len(of_sandboxes()) < 2:
+        while len(of_sandboxes()) < number:
             assert time.monotonic() < deadline, "the code does not begin"
             time.sleep(0.02)
         owner.kill()
@@ -338,8 +443,8 @@ def test_a_machine_that_lacks_a_layer_is_refused(call, reason, monkeypatch, tmp_
     """A copy of the program stands for such a machine: one of its calls fails as there."""
     source = Path(runner.child.__file__).read_text()
     changed = source.replace(
-        "getattr(_LIBC, name)(*converted) < 0",
-        f"(name == {call!r} and (name != 'mount' or b'tmpfs' in arguments)) or getattr(_LIBC, name)(*converted) < 0",
+        "if answer < 0:",
+        f"if (name == {call!r} and (name != 'mount' or b'tmpfs' in arguments)) or answer < 0:",
     )
     assert changed != source
     (tmp_path / "child.py").write_text(changed)
@@ -353,16 +458,54 @@ def test_a_machine_that_lacks_a_layer_is_refused(call, reason, monkeypatch, tmp_
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("    _refuse_calls(bytes.fromhex", "it can start more than 1 processes"),
+        ("\n    _refuse_calls(bytes.fromhex", "it can start more than 1 processes"),
         ("        resource.setrlimit(", "it can use more memory"),
         ("    _change_root(request", "it can read files; it can write files"),
     ],
 )
 def test_a_layer_that_does_nothing_is_found_before_code_runs(line, reason, monkeypatch, tmp_path):
+    without(line, monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=r"not isolated on this machine|can write files on this machine") as refused:
+        PythonInterpreter()
+    assert reason in str(refused.value) or "can write files on this machine outside its folder" in str(refused.value)
+
+
+def without(line, monkeypatch, tmp_path):
+    """Let sandboxes run a copy of the program in which one line does nothing."""
     source = Path(runner.child.__file__).read_text()
     assert source.count(line) == 1
     (tmp_path / "child.py").write_text(source.replace(line, line.replace(line.strip(), f"0 and {line.strip()}")))
     monkeypatch.setattr(runner.child, "__file__", str(tmp_path / "child.py"))
-    with pytest.raises(ConfigError, match=r"not isolated on this machine|can write files on this machine") as refused:
+
+
+@guarding
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("        _guard_files(request", "it can read files; it can write files|outside its folder"),
+        ("        _refuse_calls(bytes.fromhex", "it can change files; it can date files"),
+        ("        _limit(request", "it can use more memory"),
+    ],
+)
+def test_a_layer_that_does_nothing_is_found_without_namespaces(line, reason, monkeypatch, tmp_path):
+    without(line, monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        PythonInterpreter(isolation="landlock")
+
+
+def test_a_machine_without_landlock_is_refused(monkeypatch, tmp_path):
+    source = Path(runner.child.__file__).read_text()
+    changed = source.replace("_SYS_LANDLOCK_RESTRICT = 444, 445, 446", "_SYS_LANDLOCK_RESTRICT = 9999, 445, 446")
+    assert changed != source
+    (tmp_path / "child.py").write_text(changed)
+    monkeypatch.setattr(runner.child, "__file__", str(tmp_path / "child.py"))
+    with pytest.raises(ConfigError, match="Landlock is missing .*It needs Linux 5.13 with Landlock and seccomp"):
+        PythonInterpreter(isolation="landlock")
+
+
+def test_a_machine_that_forbids_namespaces_is_told_of_the_other_way(monkeypatch, tmp_path):
+    source = Path(runner.child.__file__).read_text()
+    (tmp_path / "child.py").write_text(source.replace("CLONE_FLAGS = ", "CLONE_FLAGS = 1 | "))
+    monkeypatch.setattr(runner.child, "__file__", str(tmp_path / "child.py"))
+    with pytest.raises(ConfigError, match="isolation: landlock does without"):
         PythonInterpreter()
-    assert reason in str(refused.value) or "can write files on this machine outside its folder" in str(refused.value)

@@ -3,8 +3,9 @@
 STATUS is a file descriptor. What goes wrong before the code begins is written there; then it is closed. The code has
 standard output. Needs the standard library alone: it starts without packages, in a few milliseconds.
 
-Two processes: this one makes namespaces and waits; its child, the first process of its own namespace, is cut off and
-becomes the code. Whatever the code has started ends with it.
+With namespaces there are two processes: this one makes them and waits; its child, the first process of its own
+namespace, is cut off and becomes the code. Whatever the code has started ends with it. With Landlock this process
+becomes the code: it may read the libraries and write nothing, start nothing, and reach no other process.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ WORK = "/work"
 _MS_PRIVATE_ALL, _MS_BIND_ALL, _MS_NOSUID_NODEV, _MNT_DETACH = 0x44000, 0x5000, 0x6, 0x2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY_NOSUID_NODEV = 442, 0x8000, 0x7
+_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446
+_READING = 0x1 | 0x4 | 0x8
+"""Landlock's rights to execute, to read files and to list folders."""
+_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 5: 0xFFFF}
+"""Version of Landlock -> all rights to files that it knows."""
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _CAPABILITIES_VERSION_3 = 0x20080522
 # Any place that is there on each machine: nothing is to be read in it, and no mark of it stays outside.
@@ -46,6 +52,8 @@ class SetUpError(Exception):
 def main(status: int) -> NoReturn:
     """Run the request. Exits as the code does, with 128 + the signal that ended it."""
     request = json.loads(sys.stdin.buffer.read())
+    if request["isolation"] == "landlock":
+        _become_code(request, status)
     try:
         _end_with(request["owner"])
         _make_namespaces()
@@ -62,13 +70,75 @@ def main(status: int) -> NoReturn:
         os.write(status, str(error).encode())
         os._exit(1)
     if child[0] == 0:
-        os.close(status)
-        sys.path += request["libraries"]
-        _run(request["code"])
+        _begin(request, status)
     for descriptor in (0, 1, 2, status, alive):
         os.close(descriptor)
     code = os.waitstatus_to_exitcode(os.waitpid(child[0], 0)[1])
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _begin(request: dict[str, Any], status: int) -> NoReturn:  # Any: JSON
+    os.close(status)
+    sys.path += request["libraries"]
+    _run(request["code"])
+
+
+def _become_code(request: dict[str, Any], status: int) -> NoReturn:  # Any: JSON
+    """Run the code in this process, among the others of its user, none of which it reaches."""
+    try:
+        _end_with(request["owner"])
+        _read_nothing()
+        _limit(request["limits"])
+        _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _guard_files(request["readable"])
+        _drop_capabilities()
+        _end_with(request["owner"])
+        _refuse_calls(bytes.fromhex(request["filter"]))
+    except (SetUpError, OSError) as error:
+        os.write(status, str(error).encode())
+        os._exit(1)
+    _begin(request, status)
+
+
+def _guard_files(readable: list[str]) -> None:
+    """Landlock: nothing but the readable folders can be opened, and nothing written, made or removed."""
+
+    class Ruleset(ctypes.Structure):
+        _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+    class Beneath(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
+
+    why = "Landlock is missing"
+    version = _call("syscall", _SYS_LANDLOCK_CREATE, None, 0, 1, why=why)
+    rights = _RIGHTS[max(known for known in _RIGHTS if known <= version)]
+    # Also TCP, and signals and sockets without a path of others, where it knows them: what the filter refuses anyway.
+    rules = Ruleset(rights, 0x3 if version >= 4 else 0, 0x3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _call("syscall", _SYS_LANDLOCK_CREATE, ctypes.byref(rules), size, 0, why=why)
+    for path in readable:
+        folder = os.open(path, os.O_PATH)
+        rule = Beneath(_READING, folder)
+        _call("syscall", _SYS_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0, why=f"{path} cannot be allowed")
+        os.close(folder)
+    _call("syscall", _SYS_LANDLOCK_RESTRICT, ruleset, 0, why="Landlock refuses to work")
+    os.close(ruleset)
+
+
+def _read_nothing() -> None:
+    """An empty standard input."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _limit(limits: dict[str, int]) -> None:
+    for name, most in limits.items():
+        which = getattr(resource, name)
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
 
 
 def _end_with(owner: int) -> None:
@@ -91,16 +161,10 @@ def _make_namespaces() -> None:
 def _cut_off(request: dict[str, Any], alive: int) -> None:  # Any: JSON
     """Leave this process with nothing but its standard output, its folder and what is readable."""
     os.setsid()
+    _read_nothing()
     _call("sethostname", INSIDE_NAME, len(INSIDE_NAME))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
     _change_root(request["readable"], request["files_bytes"])
-    for name, most in request["limits"].items():
-        which = getattr(resource, name)
-        hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+    _limit(request["limits"])
     _drop_capabilities()
     # After the capabilities: changing them would clear it. Without the owner, the read below says so.
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -152,12 +216,14 @@ def _refuse_calls(lines: bytes) -> None:
     _call("prctl", _PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0, why="the kernel has no seccomp filters")
 
 
-def _call(name: str, *arguments: Any, why: str | None = None) -> None:  # Any: as ctypes converts them
+def _call(name: str, *arguments: Any, why: str | None = None) -> int:  # Any: as ctypes converts them
     # ctypes would pass integers as 32 bits, of which a variadic function may read 64.
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    if getattr(_LIBC, name)(*converted) < 0:
+    answer = getattr(_LIBC, name)(*converted)
+    if answer < 0:
         reason = os.strerror(ctypes.get_errno())
         raise SetUpError(f"{name}: {reason}" if why is None else f"{why} ({name}: {reason})")
+    return int(answer)
 
 
 def _run(code: str) -> NoReturn:

@@ -26,11 +26,17 @@ _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _START_S = 10.0
 _STOP_S = 5.0
 """Longest time that ending a sandbox may take."""
+Isolation = Literal["namespaces", "landlock"]
+"""How code is kept apart."""
+_LANDLOCK_HELP = (
+    "It needs Linux 5.13 with Landlock and seccomp: add landlock to the list lsm= of the kernel's command line, and in "
+    "a container allow the calls landlock_create_ruleset, landlock_add_rule and landlock_restrict_self."
+)
 _HELP = (
     "It needs Linux 5.12 with user namespaces that users may make and seccomp. In a container they are often "
     "forbidden: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined allows them; on "
     "Ubuntu 24.04 so does sysctl kernel.apparmor_restrict_unprivileged_userns=0, else sysctl "
-    "user.max_user_namespaces=10000."
+    "user.max_user_namespaces=10000. Where namespaces stay forbidden, isolation: landlock does without."
 )
 
 
@@ -67,15 +73,21 @@ class Sandbox:
     environment and folder in memory, all of which end with it.
 
     libraries: folders with modules that the code may import, besides the standard library.
+    isolation: "landlock" does without namespaces: the code has no folder, sees that there are other processes and
+    files, and reaches none of them.
     """
 
-    def __init__(self, limits: Limits, libraries: Sequence[str] = ()) -> None:
+    def __init__(self, limits: Limits, libraries: Sequence[str] = (), *, isolation: Isolation = "namespaces") -> None:
         self._limits = limits
+        self._isolation = isolation
+        self._help = _LANDLOCK_HELP if isolation == "landlock" else _HELP
         self._libraries = [str(Path(folder).resolve()) for folder in libraries]
         python = [f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib", sysconfig.get_path("stdlib")]
         wanted = [*_SYSTEM_LIBRARIES, *python, *self._libraries]
         self._readable = [path for path in dict.fromkeys(wanted) if os.path.isdir(path)]
-        self._filter = refused_calls(starts_processes=limits.num_processes > 1).hex()
+        self._filter = refused_calls(
+            starts_processes=limits.num_processes > 1, is_among_others=isolation == "landlock"
+        ).hex()
 
     def run(self, code: str) -> Ran:
         """Run code to its end or its limits. Raises ConfigError if the machine cannot isolate it."""
@@ -96,7 +108,7 @@ class Sandbox:
         try:
             return self._ran(process, code, status)
         finally:
-            _stop(process)
+            _stop(process, has_namespace=self._isolation == "namespaces")
             os.close(status)
 
     def verify(self) -> None:
@@ -110,14 +122,16 @@ class Sandbox:
                 "readable": self._readable,
                 "memory_bytes": self._limits.memory_bytes,
                 "num_processes": self._limits.num_processes,
+                "has_namespace": self._isolation == "namespaces",
+                "owner": os.getpid(),
             }
             ran = self.run(f"FACTS = {facts!r}\n{_PROBE}")
             if sorted(path.name for path in Path(folder).iterdir()) != ["secret"]:
-                raise ConfigError(f"code of a model can write files on this machine outside its folder. {_HELP}")
+                raise ConfigError(f"code of a model can write files on this machine outside its folder. {self._help}")
         if ran.end != "ended" or ran.status or not ran.output.startswith("["):
             raise ConfigError(f"the sandbox for code of a model does not work: {ran.output or ran}")
         if reached := json.loads(ran.output):
-            raise ConfigError(f"code of a model is not isolated on this machine: {'; '.join(reached)}. {_HELP}")
+            raise ConfigError(f"code of a model is not isolated on this machine: {'; '.join(reached)}. {self._help}")
 
     def _ran(self, process: subprocess.Popen[bytes], code: str, status: int) -> Ran:
         stdin, stdout = cast("BinaryIO", process.stdin), cast("BinaryIO", process.stdout)  # pipes, as asked for
@@ -126,7 +140,7 @@ class Sandbox:
         refusal, has_begun = _read(status, 10_000, time.monotonic() + _START_S)
         if refusal or not has_begun:
             reason = refusal.decode() or f"it does not start within {_START_S:g} s"
-            raise ConfigError(f"this machine cannot isolate code of a model: {reason}. {_HELP}")
+            raise ConfigError(f"this machine cannot isolate code of a model: {reason}. {self._help}")
         deadline = time.monotonic() + self._limits.time_s
         most = self._limits.output_bytes
         written, is_all = _read(stdout.fileno(), most + 1, deadline)
@@ -136,7 +150,8 @@ class Sandbox:
         if not is_all:
             return Ran("time", 1, output)
         try:
-            return Ran("ended", process.wait(max(0.0, deadline - time.monotonic())), output)
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+            return Ran("ended", status if status >= 0 else 128 - status, output)
         except subprocess.TimeoutExpired:
             return Ran("time", 1, output)
 
@@ -144,6 +159,7 @@ class Sandbox:
         limits = self._limits
         return {
             "owner": os.getpid(),
+            "isolation": self._isolation,
             "code": code,
             "readable": self._readable,
             "libraries": self._libraries,
@@ -176,9 +192,13 @@ def _read(descriptor: int, most: int, deadline: float) -> tuple[bytes, bool]:
     return found, False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a sandbox and wait until all its processes have gone."""
-    if process.poll() is None:
+def _stop(process: subprocess.Popen[bytes], *, has_namespace: bool) -> None:
+    """End a sandbox and wait until all its processes have gone. Without a namespace it is the code itself, the only
+    one."""
+    if not has_namespace:
+        process.kill()
+        process.wait()
+    elif process.poll() is None:
         process.terminate()
         try:
             process.wait(_STOP_S)
@@ -189,7 +209,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 _PROBE = """
-import ctypes, json, os, signal, socket, time
+import ctypes, json, os, resource, signal, socket, time
 
 reached = []
 
@@ -227,10 +247,20 @@ attempt("it can read files", lambda: open(FACTS["secret"]).read())
 attempt("it can write files", lambda: open(outside + "/written", "w").close())
 for folder in FACTS["readable"]:
     attempt(f"it can write in {folder}", lambda: open(folder + "/unirl_probe", "x").close())
-if set(os.listdir("/")) != {"work", *(path.split("/")[1] for path in FACTS["readable"])}:
-    reached.append("it sees other folders")
-if os.getpid() != 1:
-    reached.append("it sees other processes")
+if FACTS["has_namespace"]:
+    if set(os.listdir("/")) != {"work", *(path.split("/")[1] for path in FACTS["readable"])}:
+        reached.append("it sees other folders")
+    if os.getpid() != 1:
+        reached.append("it sees other processes")
+else:
+    attempt("it can list other folders", lambda: os.listdir("/"))
+    attempt("it can change files", lambda: os.chmod(FACTS["secret"], 0o600))
+    attempt("it can date files", lambda: os.utime(FACTS["secret"]))
+    attempt("it can remove files", lambda: os.remove(FACTS["secret"]))
+    attempt("it can send signals", lambda: os.kill(FACTS["owner"], 0))
+    attempt("it can limit other processes", lambda: resource.prlimit(FACTS["owner"], resource.RLIMIT_CORE))
+    attempt("it can slow other processes", lambda: os.setpriority(os.PRIO_PROCESS, FACTS["owner"], 19))
+    attempt("it can make sockets", socket.socketpair)
 for descriptor in range(3, 64):
     attempt(f"it has the open file {descriptor}", lambda: os.fstat(descriptor))
 attempt("it can make namespaces", make_namespace)

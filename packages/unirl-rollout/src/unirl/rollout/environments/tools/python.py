@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.sandbox.runner import Limits, Ran, Sandbox
+from unirl.rollout.environments.sandbox.runner import Isolation, Limits, Ran, Sandbox
 from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
 _MAX_CODE_CHARS = 20_000
+_FILES_MB = 64
 _MAX_ERROR_CHARS = 2000
 """What is told of the output of code that failed: its end, where the exception stands."""
 
@@ -25,9 +26,10 @@ class PythonInterpreter(Tool):
     Each call begins anew: files and names of an earlier one are gone. The code sees the standard library and an empty
     folder, no network, no other process, file or environment variable of this machine.
 
-    time_s: of one call. memory_mb: of each process of the code. files_mb: of its files, in memory. output_kb: that
-    it may write. processes: and threads at a time; above 1 needs another user than root. libraries: folders with
-    modules that it may import.
+    time_s: of one call. memory_mb: of each process of the code. files_mb: of its files, in memory; by default 64.
+    output_kb: that it may write. processes: and threads at a time; above 1 needs another user than root. libraries:
+    folders with modules that it may import. isolation: "namespaces", or "landlock" where a container forbids them; then
+    the code has no folder and one process, and sees names, sizes and dates of files that it cannot open.
     The constructor tries in a sandbox what must be impossible. Raises ConfigError with what is possible, or what
     this machine lacks.
     """
@@ -41,22 +43,28 @@ class PythonInterpreter(Tool):
         *,
         time_s: Positive = 3.0,
         memory_mb: PositiveInt = 512,
-        files_mb: PositiveInt = 64,
+        files_mb: PositiveInt | None = None,
         output_kb: PositiveInt = 32,
         processes: PositiveInt = 1,
         libraries: Sequence[str] = (),
+        isolation: Isolation = "namespaces",
     ) -> None:
         for folder in libraries:
             if not Path(folder).is_dir():
                 raise ConfigError(f"turns.environment.tools.python.libraries: {folder} is no folder")
+        if isolation == "landlock" and (files_mb is not None or processes > 1):
+            raise ConfigError(
+                "turns.environment.tools.python: isolation = landlock lets code write no files and start no processes, "
+                f"but files_mb = {files_mb} and processes = {processes}. Remove both, or set isolation: namespaces."
+            )
         self._limits = Limits(
             time_s=time_s,
             memory_bytes=memory_mb * 2**20,
-            files_bytes=files_mb * 2**20,
+            files_bytes=(files_mb or _FILES_MB) * 2**20,
             output_bytes=output_kb * 2**10,
             num_processes=processes,
         )
-        self._sandbox = Sandbox(self._limits, libraries)
+        self._sandbox = Sandbox(self._limits, libraries, isolation=isolation)
         self._sandbox.verify()
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:

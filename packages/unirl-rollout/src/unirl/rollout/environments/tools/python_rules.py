@@ -6,7 +6,7 @@ from unirl.rollout.environments.tools.python import PythonInterpreter
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine, Messages, Part, Run
 
-_OPTIONS = ("memory_mb", "files_mb", "processes", "libraries")
+_OPTIONS = ("memory_mb", "files_mb", "processes", "libraries", "isolation")
 
 
 def code_is_isolated(own: Part, run: Run, machine: Machine) -> Messages:
