@@ -10,12 +10,13 @@ import pytest
 import stopping
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.models.action.bundle import ActionBundle
-from unirl.models.tiny import pi0
+from unirl.models.tiny import openvla, pi0
 from unirl.rollout.environments.workers import EnvironmentWorkers
 from unirl.trainer.commands import export_recipe
 
@@ -29,6 +30,7 @@ SMALL = [
     "guardrails.action=off",
 ]
 SIZES = {
+    "vla/tabletop_push_tokens_grpo": ["batch_size=2", "sampling.samples_per_prompt=4"],
     "vla/tabletop_push": ["batch_size=8"],
     "vla/tabletop_push_tokens": ["batch_size=8"],
     "vla/tabletop_push_noise": ["batch_size=8"],
@@ -37,6 +39,7 @@ SIZES = {
 LARGE = {
     "vla/pi0_tabletop": ["batch_size=4"],
     "vla/pi0_tabletop_grpo": ["batch_size=2", "sampling.samples_per_prompt=2"],
+    "vla/openvla_oft_grpo": ["batch_size=2", "sampling.samples_per_prompt=4"],
 }
 """Recipes of models that tests make tiny."""
 PROCESSES = [
@@ -142,6 +145,27 @@ def test_pi0_trains_and_is_exported_for_its_library(name, tmp_path):
     kept = {key: torch.equal(value, before.state_dict()[key]) for key, value in trained.state_dict().items()}
     assert all(same for key, same in kept.items() if key.startswith("model.vlm."))
     assert not kept["action_out_proj.weight"] and not kept["model.dit.layers.0.mlp.up_proj.weight"]
+
+
+def test_openvla_trains_and_its_export_continues(tmp_path):
+    """The language model moves, the frozen towers and what is not read keep their bits."""
+    name, base = "vla/openvla_oft_grpo", openvla.save(tmp_path / "base")
+    words = [
+        *("device=cpu", "runtime=local", "num_devices=1", "bundle.dtype=fp32", f"bundle.pretrained_model={base}"),
+        *("bundle.max_text_tokens=100", "backend.fsdp=null", "backend.optimizer.learning_rate=1e-3"),
+        *("stack.num_updates_per_batch=2", "num_rollouts=1", "engine.environment.id=dense_room:tests/DenseRoom-v0"),
+    ]
+    records = run(name, tmp_path / "run", *words)
+    assert records[1]["policy/first_ratio_max_abs_dev"] == 0
+    assert records[1]["mismatch/logp_absdiff/max"] < 1e-3
+    out = tmp_path / "out"
+    export_recipe(run_of(composed(name, *words)), tmp_path / "run", out, merged=True)
+    before, after = (load_file(each / "model.safetensors") for each in (base, out))
+    kept = {key: torch.equal(value, before[key]) for key, value in after.items()}
+    assert after.keys() == before.keys() and all(kept[key] for key in kept if key.startswith("vision_backbone."))
+    assert not kept["language_model.lm_head.weight"] and not kept["projector.fc1.weight"]
+    again = run(name, tmp_path / "again", *words, f"bundle.pretrained_model={out}")
+    assert again[1]["policy/first_ratio_max_abs_dev"] == 0
 
 
 def test_an_environment_of_gymnasium_is_learnt_from_nothing(tmp_path):

@@ -32,7 +32,7 @@ def on_machine(name: str, *overrides: str) -> list[str]:
     return list(machine_findings(run_of(composed(name, *overrides)), FEW))
 
 
-@pytest.mark.parametrize("name", [PPO, GRPO, TOKENS, NOISE])
+@pytest.mark.parametrize("name", [PPO, GRPO, TOKENS, NOISE, "vla/tabletop_push_tokens_grpo"])
 def test_the_recipes_have_no_mistakes(name):
     check_recipe(composed(name))
     assert findings(name) == on_machine(name) == []

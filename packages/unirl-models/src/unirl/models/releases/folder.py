@@ -96,9 +96,12 @@ def write_configurations(hub_id: str, folder: Path) -> None:
 
 def _write_language_model(model: LanguageModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    config = getattr(transformers, model.config_class)(**model.settings)
-    config.architectures = [model.model_class]
-    config.save_pretrained(folder)
+    if model.config_class is None:  # one that transformers does not know
+        (folder / "config.json").write_text(json.dumps(dict(model.settings), indent=2), encoding="utf-8")
+    else:
+        config = getattr(transformers, model.config_class)(**model.settings)
+        config.architectures = [model.model_class]
+        config.save_pretrained(folder)
     _tokenizer(model.model_class, length=None).save_pretrained(folder)
     if model.sees:
         processor = transformers.Qwen2VLImageProcessorPil(patch_size=model.patch_size)

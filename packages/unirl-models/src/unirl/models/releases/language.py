@@ -19,7 +19,8 @@ AUDIO, AUDIO_START = 8, 9
 class LanguageModel:
     """What a release's folder has besides weights and its tokenizer."""
 
-    config_class: str
+    config_class: str | None
+    """None where the settings are the whole config.json."""
     settings: Settings
     model_class: str
     sees: bool = False
@@ -50,7 +51,16 @@ _OMNI_THINKER: Settings = {
     "audio_start_token_id": AUDIO_START,
 }
 
+_OPENVLA: Settings = {
+    "model_type": "openvla",
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "image_sizes": [224, 224],
+    "pad_to_multiple_of": 64,
+    "n_action_bins": 256,
+}
 LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
+    "openvla/openvla-7b": LanguageModel(None, _OPENVLA, "OpenVLAForActionPrediction"),
     "lerobot/pi0_base": LanguageModel("PI0Config", {}, "PI0ForConditionalGeneration"),
     "Qwen/Qwen3-4B": LanguageModel(*_QWEN3),
     "Qwen/Qwen3-4B-Base": LanguageModel(*_QWEN3),
