@@ -79,9 +79,12 @@ def ray_of_two_cores(tmp_path_factory: pytest.TempPathFactory) -> Generator[Modu
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spread the whole suite over two processes, a file at a time; what is named on the command line runs in one."""
+    """Spread the whole suite over two processes, a file at a time; what is named on the command line runs in one.
+
+    Most matrix tests are in a few files, which are shared by both.
+    """
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = min(2, os.cpu_count() or 1)
-        config.option.dist = "loadfile"
+        config.option.dist = "loadfile" if config.option.markexpr != "matrix" else "worksteal"
         config.option.loadscopereorder = False  # which would leave the few long tests of tests/e2e to the end
