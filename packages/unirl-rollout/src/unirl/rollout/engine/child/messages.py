@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import WeightSpec
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the messages, incremented with every change. Both sides compare it."""
 
 
@@ -163,6 +163,14 @@ class MessageCodec:
     def decode(self, data: bytes) -> Message:
         """The message in bytes from `encode`. Raises ContractError for other bytes."""
         return self.decode_call(data)[1]
+
+    @staticmethod
+    def call_of(data: bytes) -> int:
+        """Call number in bytes that `decode_call` may not understand; 0 if they have none."""
+        try:
+            return int(json.loads(data)["call"])
+        except (ValueError, KeyError, TypeError):
+            return 0
 
     def decode_call(self, data: bytes) -> tuple[int, Message]:
         """Call number and message in bytes from `encode`. Raises ContractError for other bytes."""

@@ -66,11 +66,15 @@ def _read(pipe: Connection, folder: str, codec: MessageCodec, inbox: Inbox, abor
     delete the folder, which a killed trainer cannot do."""
     while True:
         try:
-            call, message = codec.decode_call(pipe.recv_bytes())
+            data = pipe.recv_bytes()
         except (EOFError, OSError):
             shutil.rmtree(folder, ignore_errors=True)
             end_group(os.getpgrp())
             return
+        try:
+            call, message = codec.decode_call(data)
+        except ContractError as error:
+            call, message = codec.call_of(data), error
         if isinstance(message, Abort):
             aborts.add(message.number)
         else:
@@ -137,6 +141,8 @@ def serve(pipe: Connection, folder: str, codec: MessageCodec, make_host: MakeHos
             call, message = inbox.get()
             what = type(message).__name__
             try:
+                if isinstance(message, ContractError):
+                    raise message
                 with activity.doing(what):
                     answer = host.answer(message)
             except Exception as error:  # noqa: BLE001 - the trainer raises it
