@@ -4,6 +4,7 @@ killed."""
 import os
 import signal
 import threading
+from typing import Any
 
 import pytest
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, log_probs, request, save_qwen3
@@ -67,5 +68,39 @@ def test_a_killed_instance_is_replaced_with_the_policy_and_its_samples_are_made_
         engine._pool.heal()
         assert engine._pool.num_restarts == 1 and engine.pids[0] == pids[0] and engine.pids[1] != pids[1]
         assert full_sync(engine, save_qwen3(tmp_path / "next", seed=2), 4)[1].push()["sync/logprob_gap_max"] < TOLERANCE
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in START])
+def test_a_push_cuts_texts_short_which_go_on_with_the_new_weights(name, tmp_path):
+    models = {3: save_qwen3(tmp_path / "policy", seed=1), 4: save_qwen3(tmp_path / "next", seed=2)}
+    save_qwen3(tmp_path / "base")
+    engine = START[name](model=str(tmp_path / "base"), python=engine_python(f"{name}-cpu"), dtype="fp32")
+    texts, found = [f"word {number % 6}" for number in range(160)], list[Any]()
+    try:
+        push(engine, state(models[3]), 3)
+        thread = threading.Thread(target=lambda: found.append(engine.generate(request(texts, LONG))))
+        thread.start()
+        while engine._running is None and thread.is_alive():
+            thread.join(0.01)
+        thread.join(0.7)
+        engine.abort()
+        thread.join(400)
+        (begun,) = found
+        kept = begun.tracks["text"].segment.lengths.tolist()
+        assert begun.num_unfinished > 0 and 0 < max(kept)
+        push(engine, state(models[4]), 4)
+        resp = engine.generate(request(texts, LONG), None, begun)
+        track: Any = resp.tracks["text"]
+        assert resp.num_unfinished == 0 and SegmentStatus.ABORTED not in track.segment.status.tolist()
+        assert track.last_versions.tolist().count(4) == begun.num_unfinished
+        parts = [track.segment.unpack(name) for name in ("tokens", "log_probs", "versions")]
+        rows = zip(texts, kept, *parts, strict=True)
+        for text, num_kept, tokens, values, versions in rows:
+            assert versions.tolist() == [3] * num_kept + [4] * (len(tokens) - num_kept)
+            of_policy = [log_probs(models[v], letters(text), tokens.tolist(), LONG.temperature) for v in (3, 4)]
+            expected = of_policy[0].where(versions == 3, of_policy[1])
+            assert float((expected - values).abs().max()) < TOLERANCE
     finally:
         engine.shutdown()

@@ -4,6 +4,7 @@ Two computations of one log-prob differ by the order in which float32 sums are t
 """
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
+from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams
@@ -129,6 +131,51 @@ def test_the_models_own_end_of_sequence_stops_too(qwen3_pipeline):
     assert qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9, 3))) == (3, 9, end)
     with pytest.raises(ConfigError, match=r"\[9999\] lie beyond the vocabulary of 272"):
         qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9999,)))
+
+
+def ending_after(num_tokens: int):
+    """Says that sampling ends once so many tokens are drawn: it is asked before the prompts are read, then before each
+    token."""
+    asked = itertools.count()
+    return lambda: next(asked) > num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 11])
+def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(qwen3_pipeline, num_tokens):
+    stop = int(sampled(qwen3_pipeline)[1].unpack("tokens")[1][2])
+    params = replace(PARAMS, stop_token_ids=(stop,))
+    conditions, whole = sampled(qwen3_pipeline, params=params)
+    _, begun = sampled(qwen3_pipeline, params=params, is_ending=ending_after(num_tokens))
+    assert begun.status is not None and whole.status is not None
+    rows = (begun.status == SegmentStatus.ABORTED).nonzero().flatten().tolist()
+    kept = [begun.unpack("tokens")[row] for row in rows]
+    assert [len(tokens) for tokens in kept] == [num_tokens] * len(rows) and 0 in rows
+    prompts = [
+        torch.cat([conditions["prompt"].unpack("tokens")[row], own]) for row, own in zip(rows, kept, strict=True)
+    ]
+    with qwen3_pipeline.evaluating():
+        more = qwen3_pipeline.generate(
+            {"prompt": PromptCondition.pack(tokens=prompts)},
+            params,
+            noise_keys=[KEYS[row] for row in rows],
+            num_begun=[num_tokens] * len(rows),
+        )
+    assert more.status.tolist() == whole.status[rows].tolist()
+    for new, row in enumerate(rows):
+        assert torch.equal(torch.cat([kept[new], more.unpack("tokens")[new]]), whole.unpack("tokens")[row])
+        log_probs = torch.cat([begun.unpack("log_probs")[row], more.unpack("log_probs")[new]])
+        torch.testing.assert_close(log_probs, whole.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+
+
+def test_texts_of_several_lengths_end_where_their_own_budget_does(qwen3_pipeline):
+    begun = [3, 0, 11]
+    prompts = [torch.arange(5 + num) for num in begun]
+    with qwen3_pipeline.evaluating():
+        segment = qwen3_pipeline.generate(
+            {"prompt": PromptCondition.pack(tokens=prompts)}, PARAMS, noise_keys=KEYS[:3], num_begun=begun
+        )
+    assert segment.lengths.tolist() == [9, 12, 1]
+    assert segment.status is not None and set(segment.status.tolist()) == {SegmentStatus.TRUNCATED}
 
 
 def test_ranks_that_are_done_go_on_until_all_are(qwen3_pipeline):
@@ -308,7 +355,7 @@ def test_another_temperature_than_the_rollouts_is_refused(qwen3_pipeline):
 
 def test_sizes_that_disagree_are_named(qwen3_pipeline):
     conditions, segment = sampled(qwen3_pipeline)
-    with pytest.raises(ContractError, match="4 prompts and 2 noise keys"):
+    with pytest.raises(ContractError, match="4 prompts, 2 noise keys and 4"):
         qwen3_pipeline.generate(conditions, PARAMS, noise_keys=["a", "b"])
     with pytest.raises(ContractError, match="conditions of 4 samples for a segment of 3"):
         qwen3_pipeline.replay(conditions, segment.slice(0, 3), PARAMS)

@@ -27,12 +27,14 @@ class Writer:
 
     def __init__(self, call, row, weights):
         self.call, self.prompt, self.weights = call, call.prompts[row], weights
+        self.budget = call.budget(row)
         self.generator = torch.Generator().manual_seed(call.seeds[row])
         self.tokens, self.log_probs, self.reason = [], [], None
 
     def write(self):
         """The next token."""
-        place, tokens = len(self.tokens), torch.arange(VOCABULARY)
+        begun = self.call.max_new_tokens - self.budget
+        place, tokens = begun + len(self.tokens), torch.arange(VOCABULARY)
         last = [*self.prompt, *self.tokens][-1]
         logits = self.weights["a"] * torch.sin(3.0 * last + tokens) + self.weights["b"] * torch.cos(tokens**2 + place)
         log_probs = (logits / (self.call.temperature or 1.0)).log_softmax(-1)
@@ -42,7 +44,7 @@ class Writer:
         self.tokens.append(token)
         self.log_probs.append(float(log_probs[token]))
         ends = token in self.call.stop_token_ids
-        self.reason = "stop" if ends else "length" if len(self.tokens) == self.call.max_new_tokens else None
+        self.reason = "stop" if ends else "length" if len(self.tokens) == self.budget else None
 
 
 class NumberHost:

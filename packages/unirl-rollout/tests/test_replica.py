@@ -209,6 +209,39 @@ def test_a_text_replica_has_the_version_that_was_pushed():
     assert versions is not None and versions.tolist() == [4, 4]
 
 
+def test_texts_are_ended_early_and_go_on_with_the_policy_that_was_pushed_meanwhile():
+    head = nn.Linear(1, 5, bias=False)
+    bundle: Any = SimpleNamespace(trainable_modules=lambda: {"model": head})
+    pipeline: Any = FiveWords()
+    engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=2)
+    whole: Any = engine.generate(text_request()).root_track()
+    plain = pipeline.encode
+
+    def encode(primitives: Any, params: Any) -> Any:
+        engine.abort()  # while the first two are written
+        return plain(primitives, params)
+
+    pipeline.encode = encode
+    begun = engine.generate(text_request())
+    pipeline.encode = plain
+    track: Any = begun.root_track()
+    assert track.is_unfinished is not None and begun.num_unfinished == int(track.is_unfinished.sum()) > 0
+    weight = torch.arange(5.0).view(5, 1)
+    spec = weight_spec("weight", weight)
+    engine.begin_weights(4, [spec])
+    engine.receive_weights(WeightBucket(4, {"weight": weight}, (spec,)))
+    engine.finish_weights(4)
+    resumed: Any = engine.generate(text_request(), None, begun).root_track()
+    assert resumed.is_unfinished is None and resumed.segment.tokens.equal(whole.segment.tokens)
+    assert resumed.conditions["prompt"].tokens.equal(whole.conditions["prompt"].tokens)
+    assert resumed.decoded.texts == whole.decoded.texts
+    kept = track.segment.lengths.tolist()
+    versions = [own.tolist() for own in resumed.segment.unpack("versions")]
+    assert versions == [[0] * old + [4] * (len(own) - old) for old, own in zip(kept, versions, strict=True)]
+    assert resumed.policy_versions.tolist() == [0] * 5
+    assert resumed.last_versions.tolist() == [4 if left else 0 for left in track.is_unfinished.tolist()]
+
+
 def test_the_parameters_of_a_plan_are_the_pipelines():
     engine, _ = replica()
     assert engine.plan(PARAMS).latent_shape == SHAPE

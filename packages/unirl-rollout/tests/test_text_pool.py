@@ -5,7 +5,7 @@ import random
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from unirl.rollout.engine.served_text.call import (
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.engine.sglang_llm.response import checksums
-from unirl.types.errors import WeightSyncError
+from unirl.types.errors import ContractError, WeightSyncError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
@@ -130,6 +130,11 @@ class NumberEngine(ServedTextEngine):
 
     def _check_ready(self, answer, pid):
         pass
+
+
+@dataclass(frozen=True)
+class Repaint:
+    """A message that no engine has."""
 
 
 WEIGHTS = {"a": torch.tensor(2.0), "b": torch.tensor(-1.5)}
@@ -246,6 +251,50 @@ def test_an_abort_ends_what_runs_and_what_waits_also_where_a_process_has_died(en
     assert max(lengths) == HELD and len(lengths) - lengths.count(0) <= 8 <= lengths.count(0)
     engine._pool.heal()
     assert engine._aborted is not None and engine.generate(req).tracks["text"].segment.batch_size == req.batch_size
+
+
+def test_what_an_abort_ended_goes_on_after_a_push_with_the_rest_of_its_tokens(engine, control):
+    engine.wait_until_ready()
+    req, found = asking(6, 4), []
+    (control / "hold").touch()
+    thread = threading.Thread(target=lambda: found.append(engine.generate(req)))
+    thread.start()
+    wait_until(lambda: all((control / str(pid)).exists() for pid in engine.pids) or not thread.is_alive())
+    engine.abort()
+    thread.join(120)
+    for path in control.iterdir():
+        path.unlink()
+    begun = found.pop()
+    former = begun.tracks["text"]
+    assert former.is_unfinished.any() and former.last_versions is None and begun.num_unfinished > 0
+    old = engine.policy_version
+    push(engine, old + 1)
+    resp = engine.generate(req, None, begun)
+    track = resp.tracks["text"]
+    assert resp.num_unfinished == 0 and track.sample_ids == req.sample_ids
+    assert set(track.segment.status.tolist()) <= {SegmentStatus.COMPLETED, SegmentStatus.TRUNCATED}
+    rows = zip(*(track.segment.unpack(name) for name in ("tokens", "log_probs", "versions")), strict=True)
+    for row, (tokens, log_probs, versions) in enumerate(rows):
+        kept = former.segment.unpack("tokens")[row]
+        assert torch.equal(tokens[: len(kept)], kept)
+        assert torch.equal(log_probs[: len(kept)], former.segment.unpack("log_probs")[row])
+        assert versions.tolist() == [old] * len(kept) + [old + 1] * (len(tokens) - len(kept))
+        is_whole = not former.is_unfinished[row]
+        assert is_whole == (len(tokens) == len(kept))
+        assert int(track.policy_versions[row]) == (old if len(kept) else old + 1)
+        assert int(track.last_versions[row]) == (old if is_whole else old + 1)
+    again = engine.generate(req, None, resp)  # nothing is left to do
+    assert again.tracks["text"].segment.equals(track.segment)
+
+
+def test_a_message_that_the_process_does_not_know_is_an_error_and_no_silence(tmp_path):
+    engine = NumberEngine(1, tmp_path)
+    engine.wait_until_ready()
+    (member,) = engine._pool.members
+    with pytest.raises(ContractError, match=r"no message of this protocol .*Install the same unirl-rollout"):
+        member.call(Repaint())
+    assert member.is_alive and engine.generate(asking(1, 1)).batch_size == 1
+    engine.shutdown()
 
 
 def wait_until(holds, timeout_s=120):

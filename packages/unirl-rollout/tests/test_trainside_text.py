@@ -33,6 +33,7 @@ class FiveWords:
         self.is_evaluating = False
 
     image_sizes = ()
+    tokens_before_end = 1
 
     def stop_token_ids(self, params):
         return tuple(sorted({STOP, *params.stop_token_ids}))
@@ -41,7 +42,8 @@ class FiveWords:
         rows = [torch.tensor([len(text)]) for text in primitives["text"].texts]
         return {"prompt": PromptCondition.pack(tokens=rows)}
 
-    def generate(self, conditions, params, *, noise_keys, any_rank=None):
+    def generate(self, conditions, params, *, noise_keys, any_rank=None, num_begun=None, is_ending=None):
+        begun = [0] * len(noise_keys) if num_begun is None else num_begun
         assert self.is_evaluating
         self.batches.append(list(noise_keys))
         self.any_rank = any_rank
@@ -53,6 +55,10 @@ class FiveWords:
             stops = (row == STOP).nonzero().flatten().tolist()
             tokens.append(row[: stops[0] + 1] if stops else row)
         ends = [SegmentStatus.COMPLETED if row[-1] == STOP else SegmentStatus.TRUNCATED for row in tokens]
+        for row, first in enumerate(begun):
+            last = first + self.tokens_before_end if is_ending is not None and is_ending() else len(tokens[row])
+            ends[row] = SegmentStatus.ABORTED if last < len(tokens[row]) else ends[row]
+            tokens[row] = tokens[row][first:last]
         return TextSegment.pack(
             tokens=tokens, log_probs=[logp[row] for row in tokens], status=torch.tensor(ends), params=params
         )

@@ -14,7 +14,7 @@ from unirl.types.noise import NoiseRecipe, noise_keys
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment, SizedLatents
+from unirl.types.segments import LatentSegment, SizedLatents, TextSegment
 from unirl.types.storage import load_rollout, save_rollout
 
 
@@ -315,3 +315,22 @@ def test_images_of_several_sizes_are_one_track_that_comes_apart_again(tmp_path):
         roots().sized(asked)
     with pytest.raises(ContractError, match="without params has no size in pixels"):
         segment().sized()
+
+
+def part_of_texts(names: list[str], versions: list[list[int]] | None = None, **more: Any) -> RolloutResp:
+    """Texts of two tokens that version 3 began."""
+    packed = {} if versions is None else {"versions": [torch.tensor(own) for own in versions]}
+    segment = TextSegment.pack(tokens=[torch.arange(2)] * len(names), **packed)
+    track = RolloutTrack(sample_ids=names, segment=segment, policy_versions=torch.full((len(names),), 3), **more)
+    return RolloutResp(tracks={"text": track})
+
+
+def test_parts_of_which_some_were_continued_join_with_the_versions_of_all_tokens():
+    continued = part_of_texts(["a"], [[3, 4]], last_versions=torch.tensor([4]))
+    joined = RolloutResp.concat([part_of_texts(["b", "c"]), continued]).root_track()
+    assert isinstance(joined.segment, TextSegment) and joined.segment.versions is not None
+    assert joined.segment.versions.tolist() == [3, 3, 3, 3, 3, 4]
+    assert joined.last_versions is not None and joined.last_versions.tolist() == [3, 3, 4]
+    cut = part_of_texts(["d"], is_unfinished=torch.tensor([True]))
+    assert RolloutResp.concat([part_of_texts(["b", "c"]), cut]).num_unfinished == 1
+    assert part_of_texts(["b"]).num_unfinished == 0

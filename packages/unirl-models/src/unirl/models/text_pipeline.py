@@ -32,6 +32,10 @@ from unirl.types.segments import SegmentStatus, TextSegment
 logger = logging.getLogger(__name__)
 
 
+def _never() -> bool:
+    return False
+
+
 class AutoregressivePipeline:
     """A language model that can sample completions and replay them.
 
@@ -119,20 +123,27 @@ class AutoregressivePipeline:
         *,
         noise_keys: Sequence[str],
         any_rank: Callable[[bool], bool] | None = None,
+        num_begun: Sequence[int] | None = None,
+        is_ending: Callable[[], bool] = _never,
     ) -> TextSegment:
         """Completions of B prompts, see the protocol. Call inside `evaluating()`.
 
-        Raises ContractError if sizes disagree.
+        Raises ContractError if sizes disagree, and if the model writes some tokens itself and something was begun.
         """
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
-        if not num_rows(conditions) == len(noise_keys):
+        begun = [0] * len(prompts) if num_begun is None else list(num_begun)
+        if not num_rows(conditions) == len(noise_keys) == len(begun):
             raise ContractError(
-                f"{num_rows(conditions)} prompts and {len(noise_keys)} noise keys: one of each a sample"
+                f"{num_rows(conditions)} prompts, {len(noise_keys)} noise keys and {len(begun)} begun completions: one "
+                "of each per sample"
             )
-        self.adapter.check_context([len(prompt) for prompt in prompts], params.max_new_tokens)
+        self.adapter.check_context(
+            [len(prompt) - num for prompt, num in zip(prompts, begun, strict=True)], params.max_new_tokens
+        )
         device = prompts[0].device
         stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
         draws = placed(uniforms(noise_keys, params.seed, params.max_new_tokens), device)
+        begun_B = torch.tensor(begun, dtype=torch.long, device=device)
         decoder = self.decoder(conditions, prompts, params.max_new_tokens)
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
@@ -140,25 +151,33 @@ class AutoregressivePipeline:
         is_drawn: Tensor | None = None
         lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
         is_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        logits = decoder.start()
+        is_done = is_stopped
+        logits = torch.empty(0) if is_ending() else decoder.start()
         for step in range(params.max_new_tokens):
+            if is_ending():
+                break
             rows = decoder.rows
-            chosen, logp = draw(logits, draws[rows, step], params)
+            places = (begun_B[rows] + step).clamp(max=params.max_new_tokens - 1)  # rows that are done go on for nothing
+            chosen, logp = draw(logits, draws[rows, places], params)
             forced = self.adapter.forced(tokens[rows, :step], logits)
             if forced is not None:
+                if num_begun is not None:
+                    raise ContractError("this model writes some tokens itself, so that no begun text can be continued")
                 is_drawn = torch.ones_like(tokens, dtype=torch.bool) if is_drawn is None else is_drawn
                 is_drawn[rows, step] = forced < 0
                 chosen, logp = torch.where(forced < 0, chosen, forced), logp.where(forced < 0, 0.0)
-            is_new = ~is_stopped[rows]
+            is_new = ~is_done[rows]
             tokens[rows, step], log_probs[rows, step] = chosen, logp
             lengths[rows] += is_new
-            is_stopped[rows] |= torch.isin(chosen, stops)
-            has_work = not bool(is_stopped.all())
+            is_stopped[rows] |= is_new & torch.isin(chosen, stops)
+            is_done = is_stopped | (begun_B + lengths == params.max_new_tokens)
+            has_work = not bool(is_done.all())
             if step + 1 == params.max_new_tokens or not (any_rank(has_work) if any_rank else has_work):
                 break
-            logits = decoder.step(chosen, ~is_stopped[rows])
+            logits = decoder.step(chosen, ~is_done[rows])
 
         status = torch.where(is_stopped, int(SegmentStatus.COMPLETED), int(SegmentStatus.TRUNCATED))
+        status[~is_done] = int(SegmentStatus.ABORTED)
         counts = lengths.tolist()
         segment = TextSegment.pack(
             tokens=[row[:count] for row, count in zip(tokens, counts, strict=True)],

@@ -32,6 +32,14 @@ def prompt_conditions(req: RolloutReq, codec: TextCodec) -> dict[str, Condition]
     return given if "prompt" in given else codec.encode(req.primitives, text_params(req))
 
 
+def verify_finished(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
+    """`verify_text_segment` of the samples that were not ended early."""
+    if segment.status is None or not bool((is_aborted := segment.status == SegmentStatus.ABORTED).any()):
+        verify_text_segment(segment, params, stop_token_ids)
+    elif not bool(is_aborted.all()):
+        verify_text_segment(segment.select((~is_aborted).nonzero().flatten()), params, stop_token_ids)
+
+
 def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
     """Raise ContractError unless every sample has tokens, an end that matches its status, and finite log-probs.
 

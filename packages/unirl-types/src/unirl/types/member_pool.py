@@ -117,6 +117,10 @@ class OpenGate:
 OPEN = OpenGate()
 
 
+def _is_whole(number: int, answer: object) -> None:
+    del number, answer
+
+
 @dataclass(eq=False)
 class _Caller:
     """The calls of one `answers` that have not begun."""
@@ -213,13 +217,15 @@ class MemberPool(Generic[MemberT]):
         read: Callable[[Message], AnswerT],
         at_once: int = 1,
         gate: Gate = OPEN,
+        go_on: Callable[[int, AnswerT], Message | None] = _is_whole,
     ) -> Generator[tuple[int, AnswerT]]:
         """The answer to each of some numbered calls as it comes, with its number; every call has exactly one.
 
         A call goes to the member that is free first, of several to the one with the least to do. Those of a member
         that dies go to the others. Where several threads ask, calls begin in the order in which the threads came.
         at_once: calls that a member has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
-        a member is free. read: of an answer, in a thread, while the member's files are there.
+        a member is free. read: of an answer, in a thread, while the member's files are there. go_on: a message that
+        continues a call whose answer is only a part, which then begins again; None: it is whole.
         """
         wait(self._left)
         losses, messages = dict.fromkeys(numbers, 0), dict[int, Message]()
@@ -253,8 +259,13 @@ class MemberPool(Generic[MemberT]):
                         continue
                     number, answer = running.pop(future), future.result()
                     if not isinstance(answer, _Lost):
-                        finished.append((number, answer))
-                        del messages[number]
+                        more = go_on(number, answer)
+                        if more is None:
+                            finished.append((number, answer))
+                            del messages[number]
+                        else:
+                            messages[number] = more
+                            own.todo.appendleft(number)
                         continue
                     losses[number] += 1
                     if losses[number] >= _MAX_LOSSES:

@@ -19,7 +19,7 @@ from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Primitive, SizedImages, Texts
 from unirl.types.sampling import BaseSamplingParams, DiffusionSamplingParams
-from unirl.types.segments import LatentSegment, Segment, SizedLatents
+from unirl.types.segments import LatentSegment, Segment, SizedLatents, TextSegment
 
 Scope = Literal["group", "batch", "global"]
 Credit = Literal["mean", "max", "sum", "best_of"]
@@ -71,6 +71,8 @@ class RolloutReq(Batch):
     number: int | None = shared(default=None)
     """The request among several that a served pool has at once: when its calls begin is decided for each
     (`unirl.distributed.pools.gates`). None: they begin as soon as a member is free."""
+    begun: RolloutTrack | None = per_sample(default=None)
+    """What an earlier call made of the samples before it was ended early; those that it finished stay as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +88,10 @@ class RolloutReq(Batch):
         """The slot "text" of every sample, empty where there is none."""
         texts = self.primitives.get("text")
         return list(texts.texts) if isinstance(texts, Texts) else [""] * self.batch_size
+
+    def continuing(self, begun: RolloutResp | None) -> Self:
+        """The same samples, of which an earlier call has made a part; None: of which nothing is made."""
+        return self if begun is None else self.replace(begun=begun.root_track())
 
     def make_root_track(
         self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None
@@ -127,7 +133,11 @@ class RolloutTrack(Batch):
     advantages: Tensor | None = per_sample(default=None)
     """[B] float32."""
     policy_versions: Tensor | None = per_sample(default=None)
-    """[B] int64: which version of the policy made the sample."""
+    """[B] int64: which version of the policy made the sample, or began it."""
+    last_versions: Tensor | None = per_sample(default=None)
+    """[B] int64: which version ended the sample. Absent: the one that began it."""
+    is_unfinished: Tensor | None = per_sample(default=None)
+    """[B] bool: the engine was told to end the sample early, and can continue it (`RolloutReq.begun`). Absent: none."""
     counts: dict[str, Tensor] = per_sample(default_factory=dict)
     """[B] float32 each: what the engine counted of each sample, for the metrics. What is absent was never met: 0."""
 
@@ -142,13 +152,18 @@ class RolloutTrack(Batch):
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
-        """NaN for the components of a shard in which nothing could be scored, so that its components are unknown; 0 for
-        what was counted in other shards alone."""
+        """What some shards lack where others have it: NaN for the components of one in which nothing could be scored, 0
+        for what it never counted, and the versions of tokens where one version made it."""
         scored = [part for part in parts if part.rewards is not None]
         keys = list(dict.fromkeys(key for part in scored for key in part.component_rewards))
         parts = [part._with_components(keys) if part.has_no_reward else part for part in parts]
         counted = sorted({key for part in parts for key in part.counts})
-        return [part if part.counts.keys() == set(counted) else part._with_counts(counted) for part in parts]
+        parts = [part if part.counts.keys() == set(counted) else part._with_counts(counted) for part in parts]
+        if any(part.is_unfinished is not None for part in parts):
+            parts = [part._with_endings() for part in parts]
+        if any(part.last_versions is not None for part in parts):
+            parts = [part._with_token_versions() for part in parts]
+        return parts
 
     def _with_counts(self, names: list[str]) -> Self:
         nothing = torch.zeros(self.batch_size)
@@ -159,6 +174,19 @@ class RolloutTrack(Batch):
             return self
         nothing = torch.full_like(self.rewards, torch.nan)
         return self.replace(component_rewards={key: self.component_rewards.get(key, nothing) for key in keys})
+
+    def _with_endings(self) -> Self:
+        if self.is_unfinished is not None:
+            return self
+        return self.replace(is_unfinished=torch.zeros(self.batch_size, dtype=torch.bool))
+
+    def _with_token_versions(self) -> Self:
+        segment, versions_B = self.segment, self.policy_versions
+        if self.last_versions is not None or versions_B is None:
+            return self
+        if isinstance(segment, TextSegment):
+            segment = segment.replace(versions=versions_B.repeat_interleave(segment.lengths.to(versions_B.device)))
+        return self.replace(last_versions=versions_B, segment=segment)
 
     @property
     def scored_rewards(self) -> Tensor:
@@ -293,6 +321,11 @@ class RolloutResp(Batch):
         if name not in self.tracks:
             raise ContractError(f"there is no track {name!r}; this response has {list(self.tracks)}")
         return self.tracks[name]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that were ended early and can be continued."""
+        return sum(int(track.is_unfinished.sum()) for track in self.tracks.values() if track.is_unfinished is not None)
 
     def root_name(self) -> str:
         """Name of the one track without a parent. Raises ContractError unless there is exactly one."""

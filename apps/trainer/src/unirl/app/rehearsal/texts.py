@@ -42,8 +42,10 @@ def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[
         *,
         noise_keys: Sequence[str],
         any_rank: Callable[[bool], bool] | None = None,
+        num_begun: Sequence[int] | None = None,
+        is_ending: Callable[[], bool] | None = None,
     ) -> TextSegment:
-        del noise_keys, any_rank  # nothing is drawn, and all ranks end together
+        del noise_keys, any_rank, num_begun, is_ending  # nothing is drawn or ended early, and all ranks end together
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         num, num_tokens = len(prompts), params.max_new_tokens
         pipeline.adapter.check_context([len(prompt) for prompt in prompts], num_tokens)

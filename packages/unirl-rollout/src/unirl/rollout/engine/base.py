@@ -37,6 +37,8 @@ class BaseRolloutEngine(ABC):
     """True if samples are available before the response is complete (`announce_to`)."""
     can_abort: ClassVar[bool] = False
     """True if a running `generate` can be ended early (`abort`)."""
+    can_resume: ClassVar[bool] = False
+    """True if `generate` continues the samples that `abort` ended early (`RolloutReq.begun`)."""
     can_sleep: ClassVar[bool] = False
     """True if `sleep` frees device memory."""
     sleep_option: ClassVar[str | None] = None

@@ -56,6 +56,15 @@ class RolloutEngine(Protocol):
         ...
 
 
+class ResumingEngine(RolloutEngine, Protocol):
+    """An engine that continues samples which `abort` ended early, with whatever weights it has then."""
+
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """As `RolloutEngine.generate`. begun: what an earlier call made of the same request. Samples that it finished
+        stay as they are; the others keep their tokens and get the rest of their budget."""
+        ...
+
+
 @runtime_checkable
 class TextRolloutEngine(RolloutEngine, Protocol):
     """Generates completions: a track with a TextSegment, the conditions that replay takes, and texts."""

@@ -283,6 +283,28 @@ class AutoregressivePipeline(TextCodec, Protocol):
         ...
 
 
+class ResumingPipeline(AutoregressivePipeline, Protocol):
+    """An autoregressive pipeline that can end completions early, and continue them with other weights."""
+
+    def generate(
+        self,
+        conditions: Conditions,
+        params: ARSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        any_rank: Callable[[bool], bool] | None = None,
+        num_begun: Sequence[int] | None = None,
+        is_ending: Callable[[], bool] = ...,
+    ) -> TextSegment:
+        """See `AutoregressivePipeline.generate`.
+
+        num_begun [B]: tokens of each completion that its prompt ends with; None: none. They count in max_new_tokens,
+        and the segment has those that follow.
+        is_ending: asked before each token; once it is true, what there is is returned, unfinished samples ABORTED.
+        """
+        ...
+
+
 class ThoughtPipeline(AutoregressivePipeline, Protocol):
     """The texts of a model that draws after them, which may choose the size of the image."""
 

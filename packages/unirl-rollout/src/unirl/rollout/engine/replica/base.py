@@ -98,5 +98,5 @@ class PushedSampling(PushedWeights, DirectSampling):
         """Raise ConfigError, since responses are only available whole."""
         BaseRolloutEngine.announce_to(self, listener)
 
-    def _versions(self, num_samples: int) -> torch.Tensor:
-        return torch.full((num_samples,), self.policy_version, dtype=torch.long)
+    def _version(self) -> int:
+        return self.policy_version

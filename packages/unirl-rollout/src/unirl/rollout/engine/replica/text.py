@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.replica.base import PushedSampling
-from unirl.rollout.engine.trainside.text import TrainsideTextEngine
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine, noise_keys
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.protocols.models import AutoregressivePipeline, ModelBundle
+from unirl.types.conditions import Condition
+from unirl.types.protocols.models import ModelBundle, ResumingPipeline
 from unirl.types.protocols.training import PolicyStore
-from unirl.types.sampling import Precision
+from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams, Precision
+from unirl.types.segments import TextSegment
 
 
 @bounded("engine")
 class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
-    """Samples completions with a copy of the pipeline. Arguments: see `ReplicaRolloutEngine`."""
+    """Samples completions with a copy of the pipeline. Arguments: see `ReplicaRolloutEngine`.
+
+    `abort` ends them after the present token. What was begun is continued with the draws that it would have had.
+    """
+
+    can_abort: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = True
+    _is_ending = False
 
     def __init__(
         self,
-        pipeline: AutoregressivePipeline,
+        pipeline: ResumingPipeline,
         policies: PolicyStore | None = None,
         *,
         bundle: ModelBundle,
@@ -30,4 +44,31 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         super().__init__(
             pipeline, None, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir, track=track
         )
+        self._resuming = pipeline
         self._own(bundle, dtype, device, policies)
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """See `ResumingEngine.generate` of unirl.types.protocols.engines."""
+        self._is_ending = False
+        return super().generate(req.continuing(begun), policy)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread, see `BaseRolloutEngine`."""
+        self._is_ending = True
+
+    def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
+        begun, more = BegunTexts.of(req), None
+        if begun.rows:
+            own, keys = begun.prompts(conditions), noise_keys(req)
+            more = self._resuming.generate(
+                own,
+                params,
+                noise_keys=[keys[row] for row in begun.rows],
+                num_begun=begun.lengths if begun.segment is not None else None,
+                is_ending=lambda: self._is_ending,
+            )
+            if begun.segment is None:  # the pipeline may have added what replays need
+                conditions.update(own)
+        return begun.whole(more, self._version())

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from unirl.rollout.engine.served_images import shown_pictures
-from unirl.rollout.text_checks import text_params, verify_text_segment
+from unirl.rollout.engine.begun_texts import BegunTexts, mark_versions
+from unirl.rollout.engine.served_images import one_placeholder_each, shown_pictures
+from unirl.rollout.text_checks import text_params, verify_finished
 from unirl.sde.noise import noise_seed
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
@@ -52,6 +53,22 @@ class Generate:
     """Indices of the images of each prompt, in order; empty if no prompt has images."""
     placeholder: int | None = None
     """Token id that stands for a patch of an image."""
+    num_begun: list[int] = field(default_factory=list)
+    """Tokens of each completion that its prompt ends with; empty if none has any."""
+
+    def budget(self, row: int) -> int:
+        """Tokens that a completion may still get."""
+        return self.max_new_tokens - (self.num_begun[row] if self.num_begun else 0)
+
+    def short_prompts(self) -> list[list[int]]:
+        """The prompts with a single placeholder for each image, which engines repeat once per patch."""
+        if self.placeholder is None or not self.pictures:
+            return self.prompts
+        ends = [len(prompt) - self.max_new_tokens + self.budget(row) for row, prompt in enumerate(self.prompts)]
+        return [
+            one_placeholder_each(prompt[:end], self.placeholder) + prompt[end:]
+            for prompt, end in zip(self.prompts, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -85,10 +102,11 @@ def generation(
     """The call for a request whose prompts are `conditions`.
 
     placeholder: token id that stands for an image patch; None if the model only reads text.
-    A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch.
+    A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch. Where
+    it was begun, it also depends on the tokens that it has, so that no draw comes twice.
     Raises ConfigError if the request has images and the model does not read them.
     """
-    params = text_params(req)
+    params, begun = text_params(req), BegunTexts.of(req)
     pictures, shown = shown_pictures(req.primitives.get("image"))
     if pictures and placeholder is None:
         raise ConfigError(
@@ -97,16 +115,20 @@ def generation(
         )
     return Generate(
         number=number,
-        prompts=prompt_tokens(conditions),
-        seeds=[noise_seed(params.seed, noise_key(req.rollout_id, sample)) for sample in req.sample_ids],
+        prompts=prompt_tokens(begun.prompts(conditions)),
+        seeds=[
+            noise_seed(params.seed, noise_key(req.rollout_id, req.sample_ids[row]) + (f"@{num}" if num else ""))
+            for row, num in zip(begun.rows, begun.lengths, strict=True)
+        ],
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         max_new_tokens=params.max_new_tokens,
         stop_token_ids=list(stop_token_ids),
         pictures=pictures,
-        shown=shown if pictures else [],
+        shown=[shown[row] for row in begun.rows] if pictures else [],
         placeholder=placeholder,
+        num_begun=begun.lengths if any(begun.lengths) else [],
     )
 
 
@@ -121,13 +143,14 @@ class Limits:
     """Token id that stands for an image patch; None if the model only reads text."""
 
 
-def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits) -> None:
+def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits, num_begun: Sequence[int] = ()) -> None:
     """Raise ConfigError if a prompt does not fit the engine's context, or has a token outside the vocabulary."""
     for row, prompt in enumerate(prompts):
-        if len(prompt) + max_new_tokens > limits.context_length:
+        length = len(prompt) - (num_begun[row] if num_begun else 0)
+        if length + max_new_tokens > limits.context_length:
             raise ConfigError(
-                f"prompt {row} has {len(prompt)} tokens and may grow by max_new_tokens = {max_new_tokens}: "
-                f"{len(prompt) + max_new_tokens} in all, of the engine's context of {limits.context_length}. "
+                f"prompt {row} has {length} tokens and may grow by max_new_tokens = {max_new_tokens}: "
+                f"{length + max_new_tokens} in all, of the engine's context of {limits.context_length}. "
                 "Raise engine.context_length, lower sampling.max_new_tokens or shorten the prompt."
             )
         if max(prompt) >= limits.vocab_size:
@@ -169,6 +192,7 @@ def part_of(call: Generate, rows: range, number: int) -> Generate:
         seeds=call.seeds[rows.start : rows.stop],
         pictures=[call.pictures[place] for place in places],
         shown=[[places.index(place) for place in each] for each in shown] if places else [],
+        num_begun=call.num_begun[rows.start : rows.stop],
     )
 
 
@@ -186,7 +210,7 @@ def proof_of(call: Generate) -> Generate:
     """A short greedy call with the prompts of another call, which instances with the same weights answer alike."""
     first = part_of(call, range(min(len(call.prompts), _PROOF_PROMPTS)), PROOF_NUMBER)
     tokens = min(call.max_new_tokens, _PROOF_TOKENS)
-    return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens)
+    return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens, num_begun=[])
 
 
 def largest_gap(found: Generations, expected: Generations) -> float:
@@ -208,9 +232,11 @@ def largest_gap(found: Generations, expected: Generations) -> float:
     return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 
 
-def text_segment(answer: Generations, call: Generate, params: ARSamplingParams) -> TextSegment:
-    """The segment of an answer. Raises ContractError unless every prompt has one completion, its end matches its finish
-    reason, and each token has a finite log-prob. Aborted samples may end anywhere."""
+def text_segment(
+    answer: Generations, call: Generate, params: ARSamplingParams, begun: BegunTexts | None = None
+) -> TextSegment:
+    """The segment of an answer, with what was begun. Raises ContractError unless every prompt has one completion, its
+    end matches its finish reason, and each token has a finite log-prob. Aborted samples may end anywhere."""
     num = len(call.prompts)
     if not len(answer.tokens) == len(answer.log_probs) == len(answer.finish_reasons) == num:
         raise ContractError(
@@ -228,16 +254,15 @@ def text_segment(answer: Generations, call: Generate, params: ARSamplingParams) 
         status=torch.tensor(status, dtype=torch.long),
         params=params,
     )
-    finished = [row for row, ending in enumerate(status) if ending is not SegmentStatus.ABORTED]
-    if finished:
-        verify_text_segment(segment.select(finished), params, call.stop_token_ids)
+    if begun is not None:
+        segment = begun.whole(segment, answer.policy_version)
+    verify_finished(segment, params, call.stop_token_ids)
     return segment
 
 
 def text_track(
     req: RolloutReq, conditions: Mapping[str, Condition], segment: TextSegment, decoded: Texts, policy_version: int
 ) -> RolloutTrack:
-    """The root track of a request, with the policy version of every sample."""
+    """The root track of a request, with the policy versions of every sample."""
     track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
-    track.policy_versions = torch.full((req.batch_size,), policy_version, dtype=torch.long)
-    return track
+    return mark_versions(track, policy_version)

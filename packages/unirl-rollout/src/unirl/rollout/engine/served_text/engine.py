@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.child.engine import ChildEngine
 from unirl.rollout.engine.child.messages import Abort, Message
 from unirl.rollout.engine.served_text.call import (
@@ -41,6 +42,7 @@ class ServedTextEngine(ChildEngine):
 
     takes_media: ClassVar[bool] = True
     can_abort: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = True
     _pipeline: TextCodec
     _track: str
     _running: int | None = None
@@ -61,22 +63,27 @@ class ServedTextEngine(ChildEngine):
         """Samples that an instance generates at once; further ones wait."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
-        """One completion for every row of this rank's request.
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """One completion for every row of this rank's request, see `ResumingEngine` of unirl.types.protocols.engines.
 
         Raises ConfigError if a prompt does not fit, WeightSyncError if `policy` is not the last pushed one or the
         samples come from another version, WorkerError if the engine dies repeatedly.
         """
         self._check_policy(policy)
+        req = req.continuing(begun)
         params = text_params(req)
         conditions = prompt_conditions(req, self._pipeline)
         limits, stops = self._limits(), self._pipeline.stop_token_ids(params)
-        call = generation(req, conditions, stops, 0, placeholder=limits.image_token)
-        check_fits(call.prompts, call.max_new_tokens, limits)
-        self.ready()
-        answer = self._generations(call, req.group_ids)
-        segment = text_segment(answer, call, params)
-        track = text_track(req, conditions, segment, self._pipeline.decode(segment), answer.policy_version)
+        own = BegunTexts.of(req)
+        if own.rows:
+            call = generation(req, conditions, stops, 0, placeholder=limits.image_token)
+            check_fits(call.prompts, call.max_new_tokens, limits, call.num_begun)
+            self.ready()
+            answer = self._generations(call, [req.group_ids[row] for row in own.rows])
+            segment = text_segment(answer, call, params, own)
+        else:
+            segment = own.whole(None, self.policy_version)
+        track = text_track(req, conditions, segment, self._pipeline.decode(segment), self.policy_version)
         return RolloutResp(tracks={self._track: track})
 
     def _generations(self, call: Generate, group_ids: list[str]) -> Generations:

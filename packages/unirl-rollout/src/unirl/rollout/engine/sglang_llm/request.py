@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from unirl.rollout.engine.served_images import one_placeholder_each
 from unirl.rollout.engine.served_text.call import Generate
 from unirl.types.errors import ConfigError
 
@@ -27,13 +26,13 @@ def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
         "sampling_params": [
             {
                 "temperature": call.temperature,
-                "max_new_tokens": call.max_new_tokens,
+                "max_new_tokens": call.budget(row),
                 # Never ignore_eos: SGLang then ignores these as well.
                 "stop_token_ids": call.stop_token_ids,
                 # Used by servers that run with --enable-deterministic-inference.
                 "sampling_seed": seed,
             }
-            for seed in call.seeds
+            for row, seed in enumerate(call.seeds)
         ],
         "return_logprob": True,
         **({} if adapter is None else {"lora_path": [adapter] * len(call.prompts)}),
@@ -44,6 +43,6 @@ def _prompts(call: Generate) -> dict[str, Any]:  # Any: JSON
     if call.placeholder is None or not call.pictures:
         return {"input_ids": call.prompts}
     return {
-        "input_ids": [one_placeholder_each(prompt, call.placeholder) for prompt in call.prompts],
+        "input_ids": call.short_prompts(),
         "image_data": [[call.pictures[place] for place in places] for places in call.shown],
     }

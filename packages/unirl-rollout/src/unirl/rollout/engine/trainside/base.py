@@ -91,7 +91,10 @@ class DirectSampling(BaseRolloutEngine):
             self._listener(resp)
         return resp
 
+    def _version(self) -> int:
+        """Version of the sampling policy."""
+        return 0 if self._policies is None else self._policies.policy_version
+
     def _versions(self, num_samples: int) -> torch.Tensor:
         """Version of the sampling policy, int64 [B]."""
-        version = 0 if self._policies is None else self._policies.policy_version
-        return torch.full((num_samples,), version, dtype=torch.long)
+        return torch.full((num_samples,), self._version(), dtype=torch.long)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from unirl.rollout.engine.begun_texts import mark_versions
 from unirl.rollout.engine.trainside.base import DirectSampling
-from unirl.rollout.text_checks import prompt_conditions, text_params, verify_text_segment
+from unirl.rollout.text_checks import prompt_conditions, text_params, verify_finished
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.conditions import Condition
 from unirl.types.noise import noise_key
 from unirl.types.protocols.models import AutoregressivePipeline
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import TextSegment
 
 
 @bounded("engine")
@@ -54,14 +58,17 @@ class TrainsideTextEngine(DirectSampling):
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         params = text_params(req)
         conditions = prompt_conditions(req, self._pipeline)
-        segment = self._pipeline.generate(
-            conditions,
-            params,
-            noise_keys=[noise_key(req.rollout_id, sample) for sample in req.sample_ids],
-            any_rank=self._any_rank,
-        )
-        verify_text_segment(segment, params, self._pipeline.stop_token_ids(params))
+        segment = self._segment(req, conditions, params)
+        verify_finished(segment, params, self._pipeline.stop_token_ids(params))
         decoded = self._pipeline.decode(segment)
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
-        track.policy_versions = self._versions(req.batch_size)
-        return RolloutResp(tracks={self._track: track})
+        return RolloutResp(tracks={self._track: mark_versions(track, self._version())})
+
+    def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
+        """What the model writes; may add to the conditions what replays need."""
+        return self._pipeline.generate(conditions, params, noise_keys=noise_keys(req), any_rank=self._any_rank)
+
+
+def noise_keys(req: RolloutReq) -> list[str]:
+    """What seeds the draws of each sample."""
+    return [noise_key(req.rollout_id, sample) for sample in req.sample_ids]

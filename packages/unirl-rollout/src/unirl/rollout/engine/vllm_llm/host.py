@@ -18,7 +18,7 @@ from unirl.rollout.engine.child.messages import Message, Start
 from unirl.rollout.engine.child.server import Steps
 from unirl.rollout.engine.child.weights_host import WeightsHost
 from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
-from unirl.rollout.engine.served_images import one_placeholder_each, picture
+from unirl.rollout.engine.served_images import picture
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.rollout.engine.written_for import VLLM
@@ -111,7 +111,7 @@ class EngineHost(WeightsHost):
         try:
             for row, seed in enumerate(call.seeds):
                 self._samples[names[row]] = samples[row]
-                sampling = self._sampling(call, seed)
+                sampling = self._sampling(call, seed, call.budget(row))
                 self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
             while any(sample.reason is None for sample in samples) and call.number not in self._aborts:
                 if self._calls[0] == call.number:
@@ -141,12 +141,12 @@ class EngineHost(WeightsHost):
             ]
             sample.reason = completion.finish_reason
 
-    def _sampling(self, call: Generate, seed: int) -> Any:  # Any: vllm.SamplingParams
+    def _sampling(self, call: Generate, seed: int, max_tokens: int) -> Any:  # Any: vllm.SamplingParams
         return self._vllm.SamplingParams(
             temperature=call.temperature,
             top_p=call.top_p,
             top_k=call.top_k,
-            max_tokens=call.max_new_tokens,
+            max_tokens=max_tokens,
             seed=seed,
             stop_token_ids=call.stop_token_ids,
             ignore_eos=True,  # the request lists every token that ends a sample
@@ -215,10 +215,10 @@ def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and image
     pictures = [picture(uri) for uri in call.pictures]
     return [
         {
-            "prompt_token_ids": one_placeholder_each(prompt, call.placeholder),
+            "prompt_token_ids": prompt,
             **({"multi_modal_data": {"image": [pictures[place] for place in places]}} if places else {}),
         }
-        for prompt, places in zip(call.prompts, call.shown, strict=True)
+        for prompt, places in zip(call.short_prompts(), call.shown, strict=True)
     ]
 
 

@@ -1,0 +1,112 @@
+"""Texts that an engine was told to end early (`abort`) and continues with a later policy.
+
+The tokens that are there become a part of the prompt, whose keys and values are computed anew with the present weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from unirl.types.conditions import Condition, PromptCondition
+from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.segments import SegmentStatus, TextSegment
+
+
+@dataclass(frozen=True)
+class BegunTexts:
+    """The samples of a request of which an earlier call made a part. Rows are those of the request."""
+
+    segment: TextSegment | None
+    """What there is; None: nothing was begun."""
+    versions: Tensor | None
+    """[N] int64, the policy of each of its tokens."""
+    rows: list[int]
+    """Samples that are still to be finished."""
+    tokens: list[Tensor]
+    """What each of `rows` has, int64."""
+
+    @classmethod
+    def of(cls, req: RolloutReq) -> Self:
+        """Those of a request. Raises ContractError if they are no texts, or without versions."""
+        if req.begun is None:
+            rows = list(range(req.batch_size))
+            return cls(None, None, rows, [torch.zeros(0, dtype=torch.long)] * len(rows))
+        track = req.begun
+        segment, versions_B = track.segment, track.policy_versions
+        if not isinstance(segment, TextSegment) or segment.status is None or versions_B is None:
+            raise ContractError("the samples to continue are no texts with a status and a version of the policy")
+        if segment.loss_mask is not None:
+            raise ContractError("texts with tokens that were not sampled cannot be continued")
+        versions = segment.versions
+        if versions is None:
+            versions = versions_B.repeat_interleave(segment.lengths)
+        rows = (segment.status == SegmentStatus.ABORTED).nonzero().flatten().tolist()
+        own = segment.unpack("tokens")
+        return cls(segment, versions, rows, [own[row] for row in rows])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each of `rows` has."""
+        return [len(tokens) for tokens in self.tokens]
+
+    def prompts(self, conditions: Mapping[str, Condition]) -> dict[str, Condition]:
+        """Conditions of `rows`, whose prompts end with what there is."""
+        own = {name: condition.select(self.rows) for name, condition in conditions.items()}
+        prompt = own.get("prompt")
+        if self.segment is None or not isinstance(prompt, PromptCondition):
+            return {**conditions}
+        asked = zip(prompt.unpack("tokens"), self.tokens, strict=True)
+        return {**own, "prompt": PromptCondition.pack(tokens=[torch.cat([a, b.to(a.device)]) for a, b in asked])}
+
+    def whole(self, more: TextSegment | None, version: int) -> TextSegment:
+        """All samples of the request. more: what this call added to `rows` with policy `version`; None: nothing, since
+        `rows` is empty. Raises ContractError if a request without begun samples was not answered."""
+        if self.segment is None or self.versions is None or self.segment.status is None:
+            if more is None:
+                raise ContractError("a request without samples makes no texts")
+            return more
+        kept = {"tokens": self.segment.unpack("tokens"), "versions": self.segment_versions}
+        added = {"tokens": [], "versions": []} if more is None else _parts(more, version)
+        if self.segment.log_probs is not None:
+            kept["log_probs"] = self.segment.unpack("log_probs")
+        status = self.segment.status.clone()
+        for new, row in enumerate(self.rows if more is not None else ()):
+            for name, own in kept.items():
+                own[row] = torch.cat([own[row], added[name][new].to(own[row].device)])
+            status[row] = SegmentStatus.COMPLETED if more is None or more.status is None else more.status[new]
+        return TextSegment.pack(**kept, status=status, params=self.segment.params)
+
+    @property
+    def segment_versions(self) -> list[Tensor]:
+        """The policy of each token, per sample."""
+        if self.segment is None or self.versions is None:
+            return []
+        return list(self.versions.split(self.segment.lengths.tolist()))
+
+
+def _parts(segment: TextSegment, version: int) -> dict[str, list[Tensor]]:
+    tokens = segment.unpack("tokens")
+    log_probs = {} if segment.log_probs is None else {"log_probs": segment.unpack("log_probs")}
+    return {"tokens": tokens, "versions": [torch.full_like(own, version) for own in tokens], **log_probs}
+
+
+def mark_versions(track: RolloutTrack, version: int) -> RolloutTrack:
+    """The track of a call with policy `version`, with the policies that began and ended each sample, and which samples
+    can be continued."""
+    segment = track.segment
+    track.policy_versions = torch.full((track.batch_size,), version, dtype=torch.long)
+    if not isinstance(segment, TextSegment):
+        return track
+    if segment.versions is not None:
+        own = segment.unpack("versions")
+        track.policy_versions = torch.tensor([int(each[0]) if len(each) else version for each in own])
+        track.last_versions = torch.tensor([int(each[-1]) if len(each) else version for each in own])
+    if segment.status is not None and bool((is_aborted := segment.status == SegmentStatus.ABORTED).any()):
+        track.is_unfinished = is_aborted
+    return track
