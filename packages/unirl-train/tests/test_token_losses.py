@@ -333,7 +333,7 @@ def test_the_expectation_under_the_engine_becomes_that_under_the_trainer():
 
 def test_samples_of_a_policy_too_far_behind_get_no_weight():
     correction = RolloutCorrection(max_staleness=1)
-    got = correction.weights(torch.zeros(5), TWO, torch.tensor([1, 2]))
+    got = correction.weights(torch.zeros(5), TWO, torch.tensor([1, 2])[sequence_index(TWO)])
     assert got.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
     with pytest.raises(ConfigError, match="max_staleness"):
         correction.weights(torch.zeros(5), TWO, None)

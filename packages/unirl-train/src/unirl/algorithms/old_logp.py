@@ -35,15 +35,15 @@ def log_linear_logp(logp_M: Tensor, rollout_logp_M: Tensor, share_M: Tensor) -> 
     return torch.lerp(rollout_logp_M.to(logp_M), logp_M.detach(), share_M.to(logp_M))
 
 
-def proximal_share(versions_B: Tensor, *, before: int, present: int) -> Tensor:
-    """a [B] = (v_prox - v_b) / (v - v_b) in [0, 1]: which part of the way from pi_b to pi was done when pi was pi_prox.
+def proximal_share(versions: Tensor, *, before: int, present: int) -> Tensor:
+    """a = (v_prox - v_b) / (v - v_b) in [0, 1]: which part of the way from pi_b to pi was done when pi was pi_prox.
 
     1 where nothing was trained since, v = v_prox, so that the first ratio is 1; 0 for samples of pi_prox itself.
-    versions_B: v_b, int64. before: v_prox. present: v.
+    versions: v_b, int64, of any shape. before: v_prox. present: v.
     """
     if present == before:
-        return torch.ones(versions_B.shape, dtype=torch.float32, device=versions_B.device)
-    return ((before - versions_B) / (present - versions_B).clamp(min=1)).clamp(0, 1)
+        return torch.ones(versions.shape, dtype=torch.float32, device=versions.device)
+    return ((before - versions) / (present - versions).clamp(min=1)).clamp(0, 1)
 
 
 class RatioAlgorithm(PenalisedAlgorithm):
@@ -83,21 +83,24 @@ class RatioAlgorithm(PenalisedAlgorithm):
         """True if updates after the first take their old log-probs from a replay."""
         self.uses_anchor = self.replays_old
 
-    def staleness(self, micro: MicroBatch, policies: PolicyStore) -> Tensor | None:
-        """Optimizer steps [B] between the policies that made the samples and the one before the first update; None if
-        the engine gives no versions."""
-        versions_B = micro.track.policy_versions
-        return None if versions_B is None else _version_before(micro, policies) - versions_B
+    def staleness(self, micro: MicroBatch, policies: PolicyStore, versions: Tensor | None = None) -> Tensor | None:
+        """Optimizer steps between policies and the one before the first update; None if the engine gives no versions.
 
-    def log_linear_share(self, micro: MicroBatch, policies: PolicyStore) -> Tensor:
-        """a [B] of `log_linear_logp`. Raises ConfigError if the engine gives no versions."""
-        if micro.track.policy_versions is None:
+        versions: of the policies, of any shape; None: of those that began the samples [B].
+        """
+        versions = micro.track.policy_versions if versions is None else versions
+        return None if versions is None else _version_before(micro, policies) - versions
+
+    def log_linear_share(self, micro: MicroBatch, policies: PolicyStore, versions: Tensor | None = None) -> Tensor:
+        """a of `log_linear_logp`, of `versions` as in `staleness`. Raises ConfigError if the engine gives none."""
+        versions = micro.track.policy_versions if versions is None else versions
+        if versions is None:
             raise ConfigError(
                 "algorithm.old_logp_source = log-linear needs the version of the policy on every sample, which this "
                 "engine does not give. Set old_logp_source: replay."
             )
         before = _version_before(micro, policies)
-        return proximal_share(micro.track.policy_versions, before=before, present=policies.policy_version)
+        return proximal_share(versions, before=before, present=policies.policy_version)
 
     @property
     def needs_replay(self) -> bool:

@@ -82,7 +82,7 @@ class RolloutCorrection:
 
     level, mode, lower, upper: see `correction_weights`. Log-probs of denoising steps are the kernel's: with
         `strategy.reduction: mean` over the N elements of a latent, the ratio is the N-th root of that of densities.
-    max_staleness: samples of a policy more than this many optimizer steps old get the weight 0; None keeps all.
+    max_staleness: tokens or steps of a policy more than this many optimizer steps old get the weight 0; None keeps all.
     m2_threshold: tokens or steps of the largest second moment get the weight 0 too, see `second_moment_cut`; 0.04 is
         the paper's for tokens. They are judged over all that an optimizer step trains on, on all devices, those aside
         that already have the weight 0. Costs a forward without gradients before the first update.
@@ -113,9 +113,9 @@ class RolloutCorrection:
             raise ConfigError(problem)
 
     def weights(
-        self, log_gap_M: Tensor, lengths_B: Tensor, staleness_B: Tensor | None, noise_M: Tensor | None = None
+        self, log_gap_M: Tensor, lengths_B: Tensor, staleness_M: Tensor | None, noise_M: Tensor | None = None
     ) -> Tensor:
-        """Weights [M]. staleness_B: optimizer steps since each sequence's policy; None if unknown. noise_M: standard
+        """Weights [M]. staleness_M: optimizer steps since each token's policy; None if unknown. noise_M: standard
         deviation of the noise of each denoising step, for `noise_floor`.
 
         Raises ConfigError for a `max_staleness` or `noise_floor` that cannot be told.
@@ -123,13 +123,13 @@ class RolloutCorrection:
         if self.noise_floor is None or noise_M is None:
             weight_M = self._bounded(log_gap_M, lengths_B)
         else:
-            is_stale_M = self._older_than(0, staleness_B, lengths_B, "noise_floor")
-            is_left_M = ~(is_stale_M & (noise_M.to(is_stale_M.device) < self.noise_floor))
+            is_stale_M = self._older_than(0, staleness_M, "noise_floor")
+            is_left_M = ~(is_stale_M.to(noise_M.device) & (noise_M < self.noise_floor)).to(log_gap_M.device)
             weight_M = torch.zeros_like(log_gap_M)
             weight_M[is_left_M] = self._bounded(log_gap_M[is_left_M], sequence_sum(is_left_M.long(), lengths_B))
         if self.max_staleness is None:
             return weight_M
-        is_old_M = self._older_than(self.max_staleness, staleness_B, lengths_B, "max_staleness")
+        is_old_M = self._older_than(self.max_staleness, staleness_M, "max_staleness")
         return torch.where(is_old_M.to(weight_M.device), 0.0, weight_M)
 
     def _bounded(self, log_gap_M: Tensor, lengths_B: Tensor) -> Tensor:
@@ -138,14 +138,14 @@ class RolloutCorrection:
         )
 
     @staticmethod
-    def _older_than(num_steps: int, staleness_B: Tensor | None, lengths_B: Tensor, key: str) -> Tensor:
-        """bool [M]: those of sequences that are more than `num_steps` optimizer steps old."""
-        if staleness_B is None:
+    def _older_than(num_steps: int, staleness_M: Tensor | None, key: str) -> Tensor:
+        """bool [M]: those that are more than `num_steps` optimizer steps old."""
+        if staleness_M is None:
             raise ConfigError(
                 f"algorithm.rollout_correction.{key} needs the version of the policy on every sample, which this "
                 f"engine does not give. Set {key}: null."
             )
-        return (staleness_B.to(lengths_B.device) > num_steps)[sequence_index(lengths_B)]
+        return staleness_M > num_steps
 
 
 def report_second_moment(metrics: RowMetrics, gap_M: Tensor, weight_M: Tensor, is_masked_M: Tensor) -> None:

@@ -265,8 +265,7 @@ class TokenAlgorithm(RatioAlgorithm):
         return TrainedTokens(chosen_N, lengths_B)
 
     def _log_linear(self, micro: MicroBatch, trained: TrainedTokens, logp_M: Tensor) -> Tensor:
-        share_B = self.log_linear_share(micro, self._policies).to(logp_M.device)
-        share_M = share_B[sequence_index(trained.lengths_B)]
+        share_M = self.log_linear_share(micro, self._policies, _versions(micro.track, trained))
         return log_linear_logp(logp_M, trained.of(rollout_logp(micro.track)), share_M)
 
     def _correction(self, micro: MicroBatch, trained: TrainedTokens, logp_M: Tensor) -> dict[str, Tensor]:
@@ -279,7 +278,8 @@ class TokenAlgorithm(RatioAlgorithm):
         if staleness_B is None:
             return {"correction": self.rollout_correction.weights(gap_M, trained.lengths_B, None), **judged}
         staleness_B = staleness_B.to(gap_M.device)
-        weight_M = self.rollout_correction.weights(gap_M, trained.lengths_B, staleness_B)
+        staleness_M = self.staleness(micro, self._policies, _versions(micro.track, trained))
+        weight_M = self.rollout_correction.weights(gap_M, trained.lengths_B, staleness_M)
         return {"correction": weight_M, "staleness": staleness_B.float(), **judged}
 
     def _report_rollout(self, micro: MicroBatch, trained: TrainedTokens, metrics: RowMetrics) -> None:
@@ -335,3 +335,12 @@ def report_responses(metrics: RowMetrics, track: RolloutTrack) -> None:
         torch.zeros(track.batch_size) if segment.status is None else segment.status == SegmentStatus.TRUNCATED
     )
     metrics.mean("response/truncated_fraction", is_truncated.float())
+
+
+def _versions(track: RolloutTrack, trained: TrainedTokens) -> Tensor | None:
+    """Version of the policy that sampled each trained token, int64 [M]; None if the engine gives none."""
+    if (versions_N := text_segment(track).versions) is not None:
+        return trained.of(versions_N)
+    if (versions_B := track.policy_versions) is None:
+        return None
+    return versions_B.to(trained.lengths_B.device)[sequence_index(trained.lengths_B)]

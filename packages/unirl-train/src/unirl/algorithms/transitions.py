@@ -306,14 +306,15 @@ class TransitionAlgorithm(RatioAlgorithm):
                 "returned none. Set rollout_correction: null."
             )
         samples_B, lengths_B = sample_R.unique_consecutive(return_counts=True)
-        staleness_B = self.staleness(micro, self._policies)
+        staleness_B, staleness_R = self.staleness(micro, self._policies), None
         if staleness_B is not None:
+            staleness_R = staleness_B[sample_R.to(staleness_B.device)]
             staleness_B = staleness_B[samples_B.to(staleness_B.device)]
             if metrics is not None:
                 report_staleness(metrics, staleness_B.float())
         gap_R = replayed_R - rollout_R.to(replayed_R.device)
         noise_R = None if self.rollout_correction.noise_floor is None else self._noise(micro.segment, step_R)
-        return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_B, noise_R)
+        return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_R, noise_R)
 
     def _noise(self, segment: LatentSegment, step_R: Tensor) -> Tensor:
         """Standard deviation [R] of the noise of some steps. Raises ConfigError if the floor is above all steps, also
