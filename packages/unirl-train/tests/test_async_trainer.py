@@ -63,6 +63,38 @@ class CopyEngine(FieldEngine):
         return RolloutResp(tracks={"image": resp.tracks["image"].replace(policy_versions=versions)})
 
 
+class CutEngine(CopyEngine):
+    """Requests that begin with the version in `waits` last until they are cut short, which leaves every second sample
+    unfinished."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.cut, self.waits = threading.Event(), {1: 0}
+        self.continued: list[list[bool]] = []
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """As CopyEngine, with samples of `begun` where it finished them."""
+        number = req.rollout_id if req.number is None else req.number
+        waits = begun is None and self.waits.get(number) == self.version
+        self.cut.clear()
+        assert not waits or self.cut.wait(WAIT_S), "nothing cut it short"
+        track = super().generate(req, policy).tracks["image"]
+        if begun is not None:
+            former = begun.tracks["image"]
+            assert former.sample_ids == track.sample_ids and former.is_unfinished is not None
+            self.continued.append(former.is_unfinished.tolist())
+            track = track.replace(policy_versions=former.policy_versions, last_versions=track.policy_versions)
+        if waits:
+            track = track.replace(is_unfinished=torch.arange(track.batch_size) % 2 == 1)
+        return RolloutResp(tracks={"image": track})
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        """End the present request."""
+        self.cut.set()
+
+
 class CopySync:
     """Copies the trained weights, never during a request."""
 
@@ -106,6 +138,8 @@ class Seen(TrainStack):
 class Made:
     """A run of the asynchronous loop, or of the synchronous one with `max_staleness` None."""
 
+    engine_class: Any = CopyEngine
+
     def __init__(
         self,
         folder: Path,
@@ -118,6 +152,7 @@ class Made:
         order: Any = None,
         window: int = 1,
         requests_at_once: int | None = None,
+        cuts_calls: bool = False,
         guardrails: GuardrailConfig = NO_ALARMS,
         **settings: Any,
     ) -> None:
@@ -154,6 +189,7 @@ class Made:
                 groups_per_request=groups_per_request,
                 window=window,
                 requests_at_once=requests_at_once,
+                cuts_calls=cuts_calls,
                 log=OrderLog(folder / REQUESTS),
                 order=order,
             )
@@ -180,7 +216,7 @@ class Made:
 
     def sampling_parts(self, model: Any, backend: FSDPBackend) -> dict[str, Any]:
         """What samples, and what pushes to it."""
-        engine = CopyEngine(model)
+        engine = self.engine_class(model)
         return {"engine": engine, "sync": CopySync(model, backend, engine)}
 
     def started(self, build: Any) -> Any:
@@ -411,3 +447,38 @@ def test_a_stop_ends_with_the_rollout_and_the_run_goes_on_with_the_next_prompts(
     whole = Made(tmp_path / "whole", None, num_rollouts=6)
     whole.trainer.run()
     assert own.groups + again.groups == whole.groups
+
+
+class Cut(Made):
+    """A run whose pushes cut short what the engine generates."""
+
+    engine_class = CutEngine
+
+
+def test_a_push_cuts_a_request_short_and_it_goes_on_with_the_new_weights(tmp_path: Path):
+    own = Cut(tmp_path, 1, cuts_calls=True)
+    own.trainer.run()
+    assert own.part("engine").continued == [[False, True] * 6]
+    first, second, *_ = own.groups
+    assert [group.removeprefix("prompt:") for group in (*first, *second)] == [f"p{i}" for i in range(8)]
+    lines = [json.loads(line) for line in (tmp_path / REQUESTS).read_text().splitlines()]
+    assert [line["resumed"] for line in lines if line["request"] == 1 and "resumed" in line] == [[1]]
+    logged = own.notes.logged[2]
+    assert (logged["schedule/lag/oldest"], logged["schedule/lag/newest"]) == (1.0, 0.0)
+    assert (logged["schedule/samples_resumed"], logged["schedule/version_span/max"]) == (12.0, 1.0)
+    assert own.notes.logged[1]["schedule/samples_resumed"] == 0.0
+    assert own.runtime.num_held() == 0
+    with pytest.raises(ConfigError, match="cut calls short .*such as request 1, .* on_push: finish"):
+        read_order(tmp_path / REQUESTS, num_requests=4, per_rollout=1, max_staleness=1)
+
+
+def test_what_was_cut_short_is_asked_for_again_where_the_run_is_stopped(tmp_path: Path):
+    own = Cut(tmp_path, 1, cuts_calls=True)
+    own.part("engine").waits = {2: 1}
+    own.part("stack").then = lambda count: own.stop.set() if count == 2 else None
+    own.trainer.run()
+    resumed = Cut(tmp_path, 1, cuts_calls=True)
+    resumed.part("engine").waits = {}
+    resumed.trainer.run(resume="auto")
+    groups = [group for rollout in (*own.groups, *resumed.groups) for group in rollout]
+    assert groups == [f"prompt:p{i}" for i in range(16)]

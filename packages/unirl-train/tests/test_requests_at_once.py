@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusion_fakes import FieldBundle
 from served_fakes import LocalMember, LocalStore
-from test_async_trainer import WAIT_S, CopyEngine, Made, training
+from test_async_trainer import WAIT_S, CopyEngine, CutEngine, Made, training
 
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.pools.served import Ask, ServedPool
@@ -29,9 +29,10 @@ class Sampler(LocalMember):
 
     then: Any = staticmethod(lambda member, req: None)
     is_busy = False
+    engine_class: Any = CopyEngine
 
     def _made(self) -> Worker:
-        return Worker(lambda context: {"engine": CopyEngine(FieldBundle().model)}, WorkerContext(0, 1, "cpu"))
+        return Worker(lambda context: {"engine": self.engine_class(FieldBundle().model)}, WorkerContext(0, 1, "cpu"))
 
     def call(self, message: Ask | str) -> Any:
         if isinstance(message, str) or message.method != "generate":
@@ -71,8 +72,10 @@ class MemberSync:
 class Served(Made):
     """A run whose engines are three members of a served pool; a call is one prompt."""
 
+    member_class: Any = Sampler
+
     def started(self, build: Any) -> Any:
-        self.members = [Sampler(number) for number in range(3)]
+        self.members = [self.member_class(number) for number in range(3)]
         pool = ServedPool("painters", self.members.__getitem__, 3, LocalStore(), num_devices=3, rows_per_call=1)
         self.main = LocalRuntime(build)
         self.sync = MemberSync(self)
@@ -326,3 +329,30 @@ def test_an_order_with_uneven_rollouts_is_refused(tmp_path: Path):
         ConfigError, match="trains on 3 of the requests of this run with rollout 0, where this run takes 2"
     ):
         read_order(path, num_requests=4, per_rollout=2, max_staleness=1)
+
+
+class CutSampler(Sampler):
+    """A member whose calls are cut short."""
+
+    engine_class = CutEngine
+
+
+class CutServed(Served):
+    """A run whose pushes cut calls short."""
+
+    member_class = CutSampler
+
+
+@pytest.mark.parametrize("deadly", [0.0, 0.2])
+def test_calls_that_a_push_cuts_short_go_on_with_any_member_and_every_sample_is_trained_on_once(
+    tmp_path: Path, deadly: float
+):
+    own = CutServed(tmp_path, 1, cuts_calls=True)
+    own.each_call(at_random(0, deadly))
+    own.trainer.run()
+    continued = [each for member in own.members for each in member.drawer.continued]
+    assert all(each == [False, True, False] for each in continued) and (deadly or len(continued) == 3)
+    assert sorted(group for rollout in own.groups for group in rollout) == sorted(f"prompt:p{i}" for i in range(16))
+    (line,) = [line for line in own.lines(tmp_path) if line["request"] == 1 and "resumed" in line]
+    assert line["resumed"] == [1] and own.runtime.num_held() == 0
+    assert own.notes.logged[2]["schedule/samples_resumed"] in ((3.0, 6.0, 9.0) if deadly else (9.0,))

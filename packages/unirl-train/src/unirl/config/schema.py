@@ -259,6 +259,9 @@ class Schedule:
     requests_at_once: PositiveInt | None = None
     """Requests that engines of served pools have at most, so that members which are done with one begin the next; None:
     all that `max_staleness` allows. Other engines take one."""
+    on_push: Literal["finish", "retract"] = "finish"
+    """What becomes of texts that are being written when new weights are ready. finish: the push waits for them.
+    retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""
 

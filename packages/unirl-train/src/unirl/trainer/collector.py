@@ -187,11 +187,21 @@ class Collector(Generic[ParamsT]):
                 rows = self._distinct(self._data.next(num_prompts), own)
             return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
 
-    def made(self, req: RolloutReq) -> Held:
+    def made(self, req: RolloutReq, begun: Held | None = None) -> Held:
         """The samples of a request. Of requests with a number (`RolloutReq.number`) several may be made at once, each
-        in a thread."""
+        in a thread.
+
+        begun: what `cut_short` left of an earlier call, which is released.
+        """
         with self.engine_in_use if req.number is None else nullcontext(), self._clock.phase("rollout"):
-            return self._landed(self._engine.generate(req, policy=self.rollout_policy))
+            if begun is None:
+                return self._landed(self._engine.generate(req, policy=self.rollout_policy))
+            with begun:
+                return self._landed(self._engine.generate(req, policy=self.rollout_policy, begun=begun))
+
+    def cut_short(self) -> None:
+        """Have the engine end early what it generates in other threads: `made` returns what there is."""
+        self._engine.abort()
 
     def scored(self, rollout_id: int, resp: Held) -> ScoredGroups:
         """The second half of `sampled`: rewards, and other groups for those without."""

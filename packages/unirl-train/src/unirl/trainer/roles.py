@@ -23,8 +23,13 @@ from unirl.types.training import OFFLOADABLE, Offloadable
 class EngineRole(Protocol):
     """An engine (unirl.types.protocols.engines.RolloutEngine)."""
 
-    def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
-        """Samples of a request, held by the workers that made them."""
+    def generate(self, req: RolloutReq, policy: Copies = None, **begun: Held) -> Held:
+        """Samples of a request, held by the workers that made them. begun: what an earlier call made of it, for engines
+        that continue that."""
+        ...
+
+    def abort(self) -> None:
+        """End what runs early, see RolloutEngine."""
         ...
 
     def check_prompts(self, req: RolloutReq) -> None:

@@ -8,6 +8,7 @@ calls that it had not answered, which go to the others.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -226,7 +227,16 @@ class ServedPool(Runtime):
             for call in range(len(bounds))
         ]
         gate = self._gate(request, len(asks))
-        answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate))
+
+        def go_on(call: int, answer: Any) -> Ask | None:  # Any: as the component's method
+            if collect is not Collect.HOLD or not answer[0].num_unfinished:
+                return None
+            kwargs = {**asks[call].kwargs, "begun": self._store.joined([answer[1]])}
+            return dataclasses.replace(asks[call], kwargs=kwargs)
+
+        answers = dict(
+            self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate, go_on=go_on)
+        )
         found = [answers[call] for call in range(len(asks))]
         if collect is not Collect.HOLD:
             return collected(collect, found)

@@ -135,6 +135,7 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Call
         groups_per_request=schedule.groups_per_request,
         window=schedule.window_of(settings.batch_size),
         requests_at_once=schedule.requests_at_once,
+        cuts_calls=schedule.on_push != "finish",
         log=OrderLog(run_dir / REQUESTS),
         order=order_of(schedule, settings.batch_size, settings.num_rollouts),
     )

@@ -21,7 +21,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from unirl.distributed.busy_clock import BusyClock
 from unirl.distributed.held import Held
@@ -34,12 +37,25 @@ from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import CheckpointError
 from unirl.types.heartbeat import Activity
-from unirl.types.rollout import RolloutReq
+from unirl.types.rollout import RolloutReq, RolloutResp
 
 logger = logging.getLogger(__name__)
 
 STUCK_S = 600.0
 """After so many seconds of waiting for one thing a warning says what the others do; again after each doubling."""
+
+
+CUT_AGAIN_S = 0.5
+"""Seconds after which calls that still run are told again to end early."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A request that a push has cut short."""
+
+    slot: Slot[ScoredGroups]
+    req: RolloutReq
+    begun: Held
 
 
 class AsyncTrainer(Trainer):
@@ -50,6 +66,7 @@ class AsyncTrainer(Trainer):
     window: see `unirl.trainer.loops.slots.Slots`.
     requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
         take one, and a repeated order as many as it needs.
+    cuts_calls: a push does not wait for the calls that run: they end early, and go on after it.
     log, order: write down, and repeat, with which version of the weights each request and its calls begin; see
         `unirl.trainer.loops.order`.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
@@ -63,12 +80,14 @@ class AsyncTrainer(Trainer):
         groups_per_request: int | None = None,
         window: int = 1,
         requests_at_once: int | None = None,
+        cuts_calls: bool = False,
         log: OrderLog | None = None,
         order: Mapping[int, Begun] | None = None,
         **parts: Any,  # Any: as Trainer
     ) -> None:
         super().__init__(settings, **parts)
         self._groups_per_request = groups_per_request or settings.batch_size
+        self._cuts_calls = cuts_calls
         self._log = log
         self._order = order
         self._busy = {name: BusyClock() for name in PARTS}
@@ -84,6 +103,8 @@ class AsyncTrainer(Trainer):
         """True if the engine takes several requests at once, whose calls begin as `_calls` says."""
         self._admitting = threading.Lock()
         """Held by the thread that asks for the next prompts."""
+        self._cut: deque[_Cut] = deque()
+        """Requests that were cut short, where the engine takes one at a time."""
         self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
         self._working: set[str] = set()
         """What is in a request: "engine", "reward". An engine with several requests: while it is asked for one."""
@@ -111,9 +132,18 @@ class AsyncTrainer(Trainer):
         with self._busy["learner"].call(), self._clock.about(rollout=rollout_id):
             groups = [slot.item for slot in slots if slot.item is not None]
             rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
+            spans = _span_metrics(rollout.resp.meta) if self._cuts_calls else {}
             trained = self._learned(rollout, [slot.number for slot in slots])
         own = self._metrics(slots, rollout.num_samples)
-        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics(), **own}
+        return {
+            **rollout.metrics,
+            **pushed,
+            **trained,
+            **self._clock.step_metrics(),
+            **record.pool_metrics(),
+            **own,
+            **spans,
+        }
 
     def _loop(self) -> None:
         left = self.collector.left_over
@@ -139,9 +169,12 @@ class AsyncTrainer(Trainer):
             with self._change():
                 self._ends = True
             self._calls.end()
+            if self._cuts_calls and self._failure is None:
+                self._cut_short()
             for thread in threads:
                 thread.join()
-            for left in (*self._slots.clear(), *(resp for _, resp in self._unscored)):
+            cut = [each.begun for each in self._cut]
+            for left in (*self._slots.clear(), *(resp for _, resp in self._unscored), *cut):
                 left.release()
 
     def _takes_left_over(self) -> bool:
@@ -167,15 +200,29 @@ class AsyncTrainer(Trainer):
                 self._failure = error
 
     def _generate(self, activity: Activity) -> bool:
-        slot = self._next("engine", self._admitted)
-        if slot is None:
+        found = self._next("engine", self._begun_or_admitted)
+        if found is None:
             return False
+        slot, cut = found
+        if cut is not None:
+            slot.resumed = (*slot.resumed, self._slots.version)
         self._note(slot)
         with self._request("engine", slot, activity):
-            resp = self.collector.made(self._asked(slot))
+            req = self._asked(slot) if cut is None else cut.req
+            resp = self.collector.made(req, None if cut is None else cut.begun)
         with self._change():
-            self._unscored.append((slot, resp))
+            if resp.meta.num_unfinished:
+                self._cut.append(_Cut(slot, req, resp))
+            else:
+                self._unscored.append((slot, resp))
         return True
+
+    def _begun_or_admitted(self) -> tuple[Slot[ScoredGroups], _Cut | None] | None:
+        if self._cut:
+            cut = self._cut.popleft()
+            return cut.slot, cut
+        slot = self._admitted()
+        return None if slot is None else (slot, None)
 
     def _generate_among_others(self, activity: Activity) -> bool:
         """As `_generate`, where other threads do the same: prompts are asked for in the order of the requests."""
@@ -189,9 +236,11 @@ class AsyncTrainer(Trainer):
         with self._busy["engine"].call(), activity.doing(_shown(slot)), self._about(slot):
             resp = self.collector.made(req)
         calls = self._calls.finish(slot.number)
-        versions = {version for own in calls.values() for version in own}
-        if versions != {slot.version}:
-            slot.calls = calls
+        slot.calls = {pool: tuple(call[0] for call in own) for pool, own in calls.items()}
+        slot.resumed = sorted({version for own in calls.values() for call in own for version in call[1:]})
+        if slot.versions == {slot.version}:
+            slot.calls = {}
+        else:
             self._note(slot)
         with self._change():
             self._unscored.append((slot, resp))
@@ -204,7 +253,7 @@ class AsyncTrainer(Trainer):
 
     def _note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
         if self._log is not None:
-            self._log.begun(slot.number, slot.rollout, slot.version, slot.calls, trained)
+            self._log.begun(slot.number, slot.rollout, slot.version, slot.calls, trained, slot.resumed)
 
     def _admitted(self) -> Slot[ScoredGroups] | None:
         is_due = self._order is None or self._is_next_due(self._order)
@@ -268,8 +317,24 @@ class AsyncTrainer(Trainer):
         with self._change():
             self._held_up.update(names)
             self._calls.close()
+        if self._cuts_calls:
+            self._cut_short()
         self._wait("the end of a request", lambda: self._working.isdisjoint(names) and self._calls.is_quiet)
         self._push_wait_s += time.monotonic() - begun
+
+    def _cut_short(self) -> None:
+        """End early what the engine generates; again after a while, since a call may just have begun."""
+
+        def is_quiet() -> bool:
+            return self._failure is not None or ("engine" not in self._working and self._calls.is_quiet)
+
+        while True:
+            with self._changed:
+                if is_quiet():
+                    return
+            self.collector.cut_short()
+            with self._changed:
+                self._changed.wait_for(is_quiet, CUT_AGAIN_S)
 
     def _oldest(self, rollout_id: int) -> list[Slot[ScoredGroups]]:
         """The requests of this rollout, when they are finished; they keep their slots."""
@@ -326,3 +391,14 @@ class AsyncTrainer(Trainer):
 
 def _shown(slot: Slot[ScoredGroups]) -> str:
     return f"request {slot.number} of rollout {slot.rollout}"
+
+
+def _span_metrics(resp: RolloutResp) -> dict[str, float]:
+    """How many samples several versions made, and over how many optimizer steps. resp: metadata."""
+    spans = [
+        track.last_versions - track.policy_versions
+        for track in resp.tracks.values()
+        if track.last_versions is not None and track.policy_versions is not None
+    ]
+    steps = torch.cat([torch.zeros(1, dtype=torch.long), *spans])
+    return {"schedule/samples_resumed": float((steps > 0).sum()), "schedule/version_span/max": float(steps.max())}

@@ -19,8 +19,8 @@ class CallsEndedError(Exception):
 class _Calls:
     """The calls that the pools cut a request into."""
 
-    versions: dict[str, list[int | None]] = field(default_factory=dict)
-    """Pool -> version with which each call began last; None: not yet."""
+    versions: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Pool -> versions with which each call began, and went on where a push had cut it short."""
     answered: set[tuple[str, int]] = field(default_factory=set)
 
 
@@ -28,7 +28,7 @@ class CallOrder:
     """Lets calls begin while it is open, which it is between pushes. Implements `unirl.distributed.pools.gates.Gates`.
 
     A call runs to its end on the member that it began on, with the weights that this member had then: a push waits for
-    the calls that run, and the others begin after it.
+    the calls that run, and the others begin after it, also those that it has cut short.
     changed: guards all of it, and is notified when a call ends. order: request -> how it began in the run that is
     repeated; each call waits for its version, and `is_settled` for the calls of the present one.
     """
@@ -49,12 +49,12 @@ class CallOrder:
         """A request has been admitted; its calls follow."""
         self._requests[request] = _Calls()
 
-    def finish(self, request: int) -> dict[str, tuple[int, ...]]:
-        """A request is answered. Returns, by pool, the version with which each of its calls began."""
+    def finish(self, request: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """A request is answered. Returns, by pool, the versions with which each of its calls began and went on."""
         with self._changed:
             versions = self._requests.pop(request).versions
             self._changed.notify_all()
-        return {pool: tuple(version for version in own if version is not None) for pool, own in versions.items()}
+        return {pool: tuple(tuple(call) for call in own) for pool, own in versions.items()}
 
     def open(self, version: int) -> None:
         """All members have the weights of this version. Call it, and `end`, without the lock: it asks the pools."""
@@ -114,7 +114,7 @@ class CallOrder:
                     "schedule.groups_per_request as in the run that wrote it."
                 )
         with self._changed:
-            self._requests[request].versions[pool] = [None] * num_calls
+            self._requests[request].versions[pool] = [[] for _ in range(num_calls)]
         return _RequestGate(self, request, pool, due)
 
     def may_begin(self, due: int | None) -> bool:
@@ -127,15 +127,18 @@ class CallOrder:
             if not self.may_begin(due):
                 return False
             self._num_running += 1
-            self._requests[request].versions[pool][call] = self._version
+            self._requests[request].versions[pool][call].append(self._version)
         return True
 
     def ended(self, request: int, pool: str, call: int, *, is_answered: bool) -> None:
         """A call is over."""
         with self._changed:
             self._num_running -= 1
-            if is_answered and request in self._requests:
-                self._requests[request].answered.add((pool, call))
+            own = self._requests.get(request)
+            if own is not None and is_answered:
+                own.answered.add((pool, call))
+            elif own is not None:
+                own.versions[pool][call].pop()
             self._changed.notify_all()
 
     def check(self) -> None:

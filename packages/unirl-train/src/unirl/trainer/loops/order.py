@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from unirl.types.errors import ConfigError
 
 REQUESTS = "requests.jsonl"
 """File of a run directory: per request a line with `request`, its number, `rollout` and `version`, and another one with
-`calls` if these began with several versions, and `trained`, the rollout that it was trained on with, if that is not its
+`calls` if these began with several versions, `resumed`, the versions with which calls went on that pushes had cut
+short, and `trained`, the rollout that it was trained on with, if that is not its
 own. The last line of a number counts."""
 
 
@@ -48,10 +49,12 @@ class OrderLog:
         version: int,
         calls: Mapping[str, tuple[int, ...]] | None = None,
         trained: int | None = None,
+        resumed: Sequence[int] = (),
     ) -> None:
         """Add a line."""
         line: dict[str, Any] = {"request": request, "rollout": rollout, "version": version}  # Any: JSON
         line.update({"calls": calls} if calls else {})
+        line.update({"resumed": list(resumed)} if resumed else {})
         line.update({} if trained is None else {"trained": trained})
         with self._writing, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -81,10 +84,16 @@ def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         order = {int(line["request"]): _begun(line) for line in lines}
+        cut = [int(line["request"]) for line in lines if line.get("resumed")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{at} cannot be read ({type(error).__name__}: {error}). Name the {REQUESTS} of a run directory."
         ) from error
+    if cut:
+        raise ConfigError(
+            f"{at} is of a run whose pushes cut calls short (schedule.on_push: retract), such as request {cut[0]}, "
+            "after as many tokens as there were. No run repeats that. Name the file of a run with on_push: finish."
+        )
     before, sizes = 0, Counter[int]()
     for request in range(num_requests):
         begun = order.get(request)

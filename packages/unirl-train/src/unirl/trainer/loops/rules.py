@@ -101,6 +101,30 @@ def several_requests_are_of_served_pools(run: ComposedRun) -> Messages:
             return
 
 
+def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
+    """Engines continue what a push has cut short, and pushes come while they generate."""
+    schedule = run.file.schedule
+    if schedule.on_push == "finish":
+        return
+    said = f"schedule.on_push = {schedule.on_push}"
+    if not schedule.staleness:
+        yield (
+            f"{said} does nothing where the engine waits for training (schedule.kind = {schedule.kind}, max_staleness "
+            f"= {schedule.staleness}). Set schedule.max_staleness (parts/schedule=async), or on_push: finish."
+        )
+    elif schedule.replay is not None:
+        yield (
+            f"{said} ends calls after as many tokens as there are, so that no order can be repeated. Remove it or "
+            "schedule.replay."
+        )
+    stage = run.stages[0]
+    what = "several stages do" if len(run.stages) > 1 else "turns do" if stage.turns is not None else None
+    if what is None and not stage.engine.ability("can_resume"):
+        what = f"{stage.engine.name} does"
+    if what is not None:
+        yield f"{said}, but {what} not continue what was ended early. Set on_push: finish."
+
+
 def a_window_overtakes_something(run: ComposedRun) -> Messages:
     """A window holds more than one request, which may be older, and samples of several rollouts fit together."""
     schedule = run.file.schedule
@@ -190,6 +214,7 @@ RULES = (
     schedule_says_what_it_does,
     engines_sample_meanwhile,
     several_requests_are_of_served_pools,
+    what_a_push_cuts_short_goes_on,
     a_window_overtakes_something,
     requests_divide,
     stale_samples_are_corrected,

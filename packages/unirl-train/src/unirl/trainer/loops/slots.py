@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -24,6 +24,8 @@ class Slot(Generic[ItemT]):
     """Version of the weights when it was admitted."""
     calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Pool -> version with which each call began, if they differ from `version`."""
+    resumed: Sequence[int] = ()
+    """Versions with which calls went on that a push had cut short."""
     num_skipped: int = 0
     """Requests right before it that an earlier run had trained on."""
     item: ItemT | None = None
@@ -31,8 +33,8 @@ class Slot(Generic[ItemT]):
 
     @property
     def versions(self) -> set[int]:
-        """Those with which its samples began."""
-        return {version for own in self.calls.values() for version in own} or {self.version}
+        """Those with which its samples began, and went on."""
+        return ({version for own in self.calls.values() for version in own} or {self.version}) | set(self.resumed)
 
 
 class Slots(Generic[ItemT]):
