@@ -49,7 +49,7 @@ class OpenVLAShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], source: object) -> OpenVLAShape:
-        """The shape in a config.json, at `source`. A config.json may list `towers` by their sizes, instead of naming timm's.
+        """The shape in a config.json, at `source`, which may list `towers` by their sizes instead of naming timm's.
 
         Raises ConfigError for an OpenVLA of another kind than the released one of 7 billion parameters.
         """
