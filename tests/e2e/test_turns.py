@@ -57,6 +57,22 @@ def test_engines_and_schedules_have_the_same_bits(tmp_path):
     assert max(value for step in direct.values() for name, value in step.items() if name.endswith("rollout/turns")) > 1
 
 
+def test_images_between_turns_are_sampled_trained_and_recorded(tmp_path):
+    """A replica has a copy of the model, and gets each turn's tokens and images as an engine elsewhere does."""
+    words = ["algorithm.old_logp_source=replay", "media_interval=1", "num_rollouts=2"]
+    direct = run(tmp_path / "direct", *words, recipe="worlds/zoom/grpo")
+    canary = 'sync.canary_prompts=["which letter?", "what is it?"]'
+    assert run(tmp_path / "replica", *words, *REPLICA, canary, recipe="worlds/zoom/grpo") == direct
+    assert direct[1]["policy/first_ratio_max_abs_dev"] == 0 and direct[1]["text/rollout/calls"] > 0
+    lines = (tmp_path / "direct" / "samples" / "rollout-000001.jsonl").read_text().splitlines()
+    shown = []
+    for record in map(json.loads, lines):
+        said = record["metadata"][EPISODE]["transcript"]
+        assert len(record["given"]) == sum(turn.get("images", 0) for turn in said) and said[0]["images"] == 1
+        shown += [turn for turn in said if turn["role"] == "tool"]
+    assert any(turn.get("images") == 1 and turn["content"] == "" for turn in shown)
+
+
 def test_a_run_notices_no_death_of_its_environments(tmp_path, monkeypatch):
     undisturbed = run(tmp_path / "undisturbed")
     step, deaths = EnvironmentWorkers.step, []

@@ -5,16 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from album import Album
 from letters_model import TOLERANCE, LetterCodec
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
+from unirl.rollout.turns.engine import TurnsEngine
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
+from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError
-from unirl.types.media import ImageLists, Texts
+from unirl.types.media import ImageLists, Texts, shown_image
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
 
@@ -87,6 +90,39 @@ def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglan
             assert gap(engine, pipeline) < 3 * TOLERANCE, name
     finally:
         engine.shutdown()
+
+
+def test_images_that_an_environment_shows_between_turns_are_those_of_a_replay(sglang_python, tmp_path):
+    folder = str(_models.save_vision_model(_models.qwen_vl("qwen2_5_vl"), tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(_models.VISION_TEMPLATE)
+    pipeline = QwenVLPipeline(QwenVLBundle(folder))
+    asked = request(pipeline)
+    shown: Any = asked.primitives["image"]
+    engine = SGLangRolloutEngine(
+        pipeline,
+        model=folder,
+        device="cpu",
+        python=sglang_python,
+        dtype="fp32",
+        kv_cache_tokens=4096,
+        engine_args={"disable-fast-image-processor": True},
+    )
+    pages = [shown_image(images[0]) for images in shown.images[:3]]
+    turns = TurnsEngine(engine, pipeline, environment=Album(pages), max_turns=4)
+    # Every byte ends a turn, so that a random model has several.
+    params = ARSamplingParams(temperature=0.9, max_new_tokens=12, seed=1, stop_token_ids=tuple(range(0, 256, 3)))
+    try:
+        track: Any = turns.generate(asked.replace(sampling_params=params)).root_track()
+    finally:
+        turns.shutdown()
+    ends = [row[EPISODE]["end"] for row in track.metadata]
+    assert "answered" in ends and max(track.counts["turns"].tolist()) == 3
+    grids = [len(grid) for grid in track.conditions["images"].grids]
+    assert max(grids) == 4, "one of the prompt, and three between turns"
+    with pipeline.evaluating(), torch.no_grad():
+        replayed = pipeline.replay(track.conditions, track.segment, params).logp_N
+    written = track.segment.trained
+    assert float((replayed - track.segment.log_probs)[written].abs().max()) < TOLERANCE
 
 
 def test_a_model_whose_pictures_sglang_would_take_for_embeddings_is_refused(tmp_path):

@@ -58,8 +58,12 @@ def folder(tmp_path: Path) -> Path:
     sound = SampleRecord(sample_id="w", track="sound", media=Sound(torch.zeros(800), 8000), **usual)
     video = Video(pixels.expand(4, 3, 8, 8).contiguous(), 8.0, 4)
     files.write("rollout", 4, [sound, SampleRecord(sample_id="v", track="video", media=video, **usual)])
-    said = [{"role": role, "content": HOSTILE} for role in ("user", "assistant", "tool", "assistant")]
+    said: list[dict[str, Any]] = [
+        {"role": role, "content": HOSTILE} for role in ("user", "assistant", "tool", "assistant")
+    ]
+    said[0]["images"], said[2]["images"] = 1, 2
     usual["metadata"] = {"episode": {"transcript": said}}
+    usual["given"] = tuple(Image(pixels + 20 * level) for level in range(3))
     records = [SampleRecord(sample_id=f"s{i}", track="text", media=Text(HOSTILE, 2), **usual) for i in range(60)]
     files.write("rollout", 3, records)
     trace = {"kind": "tokens", "sample_id": "s0", "update": 0, "tokens": [1, 2], "texts": ["<b>", " x"]}
@@ -139,6 +143,9 @@ def test_a_sample_has_its_tokens_the_other_steps_and_a_slider(browsing: Any, fol
         assert await tab.value("document.querySelector('.large .said').textContent") == HOSTILE
         assert await tab.value("document.querySelectorAll('.turns li.own').length") == 2
         assert await tab.value("document.querySelector('.turns .said').textContent") == HOSTILE
+        assert await tab.value("document.querySelectorAll('.sample > .given img').length") == 1
+        assert await tab.value("document.querySelectorAll('.turns li:nth-child(3) img').length") == 2
+        assert await tab.value("document.querySelectorAll('.turns img').length") == 2
         await tab.open(f"{address}#/sample?run=a&kind=eval&step=5&offset=0")
         await tab.until(has(".over img", 2))
         await tab.value("slider = document.querySelector('.compare [type=range]'), slider.value = 20")

@@ -14,15 +14,16 @@ export function Sample({ params, runs }) {
   if (error) return html`<${Message} error=${error} />`;
   if (!data) return html`<p class="quiet">${asked.offset === null ? "Choose a sample in the gallery." : "reading ..."}</p>`;
   const { sample, parent, trace } = data;
+  const turns = turnsOf(sample);
   return html`<div class="sample">
     <p><a href=${link("gallery", { run })}>samples</a> / <a href=${link("gallery", { run, kind: sample.kind, step: sample.step })}>${sample.kind} ${sample.step}</a> / <a href=${link("groups", { run, kind: sample.kind, step: sample.step, group: sample.group_id })}>its group</a></p>
     <h2 class="prompt">${sample.prompt || "(no prompt)"}</h2>
-    ${sample.given.length > 0 && html`<div class="given">${sample.given.map((medium) => html`<${Medium} run=${run} medium=${medium} label="given with the prompt" />`)}</div>`}
+    ${turns.given.length > 0 && html`<div class="given">${turns.given.map((medium) => html`<${Medium} run=${run} medium=${medium} label="given with the prompt" />`)}</div>`}
     ${parent && html`<section class="parent"><h3>Grew from</h3><a href=${sampleLink(run, parent)}>${parent.track}, reward ${number(parent.scores.reward)}</a>
       <${Medium} run=${run} medium=${parent.media} label=${parent.prompt} /></section>`}
     ${sample.drawn_from && html`<section><h3>Made from</h3><pre class="said" tabindex="0">${sample.drawn_from}</pre></section>`}
     <section class="large"><${Medium} run=${run} medium=${sample.media} label=${sample.prompt} /></section>
-    <${Conversation} said=${sample.metadata?.episode?.transcript} />
+    <${Conversation} run=${run} said=${turns.said} />
     <${Facts} sample=${sample} />
     <${Table} sample=${sample} />
     <${Trace} sample=${sample} trace=${trace} />
@@ -30,12 +31,27 @@ export function Sample({ params, runs }) {
   </div>`;
 }
 
-// What the model and its environment said to each other, turn by turn.
-function Conversation({ said }) {
-  if (!Array.isArray(said) || said.length < 3) return null;
+// What a prompt shows, and each message with the images that it shows: a record has all of them in order.
+function turnsOf(sample) {
+  const transcript = sample.metadata?.episode?.transcript;
+  const said = [];
+  let place = 0;
+  for (const message of Array.isArray(transcript) ? transcript : []) {
+    const next = place + (message.images ?? 0);
+    said.push({ ...message, shown: sample.given.slice(place, next) });
+    place = next;
+  }
+  return { given: place > 0 ? said[0].shown : sample.given, said };
+}
+
+// What the model and its environment said and showed to each other, turn by turn.
+function Conversation({ run, said }) {
+  if (said.length < 3) return null;
   return html`<section><h3>Conversation <span class="quiet">${said.length}</span></h3>
-    <ol class="turns" tabindex="0" role="region" aria-label="conversation">${said.map(({ role, content }) => html`<li class=${role === "assistant" ? "own" : ""}>
-      <span class="quiet">${role}</span><pre class="said">${content.trim()}</pre></li>`)}</ol></section>`;
+    <ol class="turns" tabindex="0" role="region" aria-label="conversation">${said.map(({ role, content, shown }, turn) => html`<li class=${role === "assistant" ? "own" : ""}>
+      <span class="quiet">${role}</span>
+      ${turn > 0 && shown.length > 0 && html`<div class="given">${shown.map((medium) => html`<${Medium} run=${run} medium=${medium} label=${`shown by ${role} in message ${turn + 1}`} />`)}</div>`}
+      ${(content.trim() !== "" || shown.length === 0) && html`<pre class="said">${content.trim()}</pre>`}</li>`)}</ol></section>`;
 }
 
 function Table({ sample }) {

@@ -1,0 +1,1 @@
+"""A small vision-language model that learns when to look closer."""
