@@ -1,4 +1,4 @@
-"""The default recipe with its reward from a reward server in its own process: the rewards of this process."""
+"""The default recipe with its reward from a reward server, or from a child process: the rewards of this process."""
 
 import functools
 import threading
@@ -58,3 +58,13 @@ def test_the_default_recipe_gets_the_same_rewards_from_a_server(recipe, server, 
         for ours, theirs in zip(got, expected, strict=True):
             own = {key: value for key, value in theirs.items() if key.startswith(COMPARED)}
             assert {key: ours[key] for key in own} == own
+
+
+def test_the_default_recipe_gets_the_same_rewards_from_a_child_process(recipe, tmp_path):
+    sizes = ["engine.forward_batch_size=3", "stack.num_updates_per_batch=1"]
+    there = recipe("worlds/shapes/nft", "parts/reward=shapes_child", *sizes)
+    check_recipe(there)
+    expected = rewards_of(recipe("worlds/shapes/nft", *sizes), tmp_path / "here")
+    for ours, theirs in zip(rewards_of(there, tmp_path / "there"), expected, strict=True):
+        own = {key: value for key, value in theirs.items() if key.startswith(COMPARED)}
+        assert {key: ours[key] for key in own} == own

@@ -333,7 +333,7 @@ class Run:
         yield from (part for stage in self.stages for part in (stage.engine, stage.reads) if part is not None)
         # With the environment and its tools, which are of users.
         yield from (part for stage in self.stages if stage.turns is not None for part in stage.turns.with_inner())
-        yield self.reward
+        yield from self.reward.with_inner()  # with its scorers
         yield self.advantages
         yield from (stage.advantages for stage in self.stages if stage.advantages is not self.advantages)
         yield from (self.trainer, self.modality)

@@ -1,0 +1,92 @@
+"""Runs one scorer: `python -m unirl.reward.child.host FD`, started by `ChildScorer` in the scorer's environment.
+
+Ends when the pipe closes, also in the middle of a request: the trainer may have been killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import queue
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from unirl.reward.base import LocalScorer
+from unirl.reward.child.messages import DONE, FAILED, LIMITS, Failure, Start
+from unirl.reward.wire import SampleAnswer, batch_key, decode_binary, encode_answer, request_of, sub_metrics
+from unirl.types.batch import rows_by
+from unirl.types.errors import ConfigError, as_sentence
+from unirl.types.protocols.rewards import Scorer
+
+
+def made(start: Start) -> Scorer:
+    """The scorer. Raises ConfigError if there is no such class, or it is none of a scorer."""
+    module, _, attribute = start.scorer.rpartition(".")
+    try:
+        scorer_class: Any = getattr(importlib.import_module(module), attribute)  # Any: a class of the user's
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"scorer = {start.scorer}: {as_sentence(error)} Install it in the environment of {sys.executable}, or put "
+            "its folder on PYTHONPATH."
+        ) from error
+    offered = {"name": start.name, "device": start.device}
+    taken = inspect.signature(scorer_class).parameters
+    scorer = scorer_class(**{key: value for key, value in offered.items() if key in taken}, **start.arguments)
+    if not isinstance(scorer, Scorer):
+        raise ConfigError(f"scorer = {start.scorer} makes a {type(scorer).__name__}, which has no `name` and `score`")
+    return scorer
+
+
+def answered(scorer: Scorer, name: str, body: bytes) -> bytes:
+    """The answer to a request, as a reward server would give it."""
+    call = decode_binary(body, LIMITS)
+    answers = [SampleAnswer() for _ in call.samples]
+    for rows in rows_by(batch_key(sample) for sample in call.samples).values():
+        request = request_of([call.samples[row] for row in rows])
+        is_local = isinstance(scorer, LocalScorer)
+        response = scorer.score_isolated(request, "sample") if is_local else scorer.score(request)
+        for row, found in zip(rows, sub_metrics(response), strict=True):
+            if isinstance(found, str):
+                answers[row].errors[name] = found
+            else:
+                answers[row].results[name] = found
+    return encode_answer(answers)
+
+
+def serve(pipe: Connection) -> None:
+    """Make the scorer that is asked for, then answer requests."""
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
+    scorer: Scorer | None = None
+    start = Start.decode(inbox.get())
+    while True:
+        try:
+            if scorer is None:
+                scorer, body = made(start), b""
+            else:
+                body = answered(scorer, start.name, inbox.get())
+        except Exception as error:  # noqa: BLE001 - the trainer's side raises it
+            trace = "".join(traceback.format_exception(error))
+            pipe.send_bytes(FAILED + Failure(type(error).__name__, str(error), trace).encode())
+            if scorer is None:
+                return
+        else:
+            pipe.send_bytes(DONE + body)
+
+
+def _read(pipe: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    while True:
+        try:
+            inbox.put(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # or processes that the scorer starts would keep the pipe open
+    serve(Connection(descriptor))

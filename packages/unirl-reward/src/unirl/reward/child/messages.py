@@ -1,0 +1,66 @@
+"""What a scorer and its child process say to each other, over a pipe.
+
+The trainer's side sends `Start` once, then bodies as a reward server takes them (`unirl.reward.wire`). The child
+answers each with a byte, DONE or FAILED, and a body: nothing to `Start`, a server's answer to a request, `Failure` to
+what failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from unirl.reward.wire import Limits
+
+DONE, FAILED = b"\x01", b"\x00"
+LIMITS = Limits(
+    max_samples=2**40,
+    max_pixels=2**40,
+    max_frames=2**40,
+    max_media_bytes=2**60,
+    max_video_bytes=2**60,
+    max_text_chars=2**40,
+    max_json_nodes=2**40,
+)
+"""None: both sides belong to one run."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Which scorer to make."""
+
+    scorer: str
+    """Its class, as a dotted path."""
+    name: str
+    device: str
+    arguments: Mapping[str, Any]  # Any: keywords of the class, as JSON
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """From `encode`."""
+        return cls(**json.loads(body))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the child raised."""
+
+    kind: str
+    """Class name of an error."""
+    text: str
+    trace: str = ""
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """From `encode`."""
+        return cls(**json.loads(body))
