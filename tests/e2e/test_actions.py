@@ -168,6 +168,25 @@ def test_openvla_trains_and_its_export_continues(tmp_path):
     assert again[1]["policy/first_ratio_max_abs_dev"] == 0
 
 
+@pytest.mark.parametrize("head", ["flow", "bins"])
+def test_demonstrations_are_cloned_with_the_same_bits_after_a_resume(head, tmp_path):
+    """Eight rollouts of 25 demonstrations: the loss falls, and the policy that was cloned acts in the evaluation."""
+    register_resolvers()
+    words = [
+        *("batch_size=25", "stack.micro_batch_size=5", "num_rollouts=8", "eval.interval=8", "eval.num_samples=16"),
+        *("eval.batch_size=16", "samples.per_evaluation=4", "save.interval=4", f"bundle.config.head={head}"),
+    ]
+    if head == "bins":
+        words.append("pipeline._target_=unirl.models.action.pipeline.BinsActionPipeline")
+    recipe = resolve(compose("sft/tabletop", words))
+    _, records = stopping.run(recipe, tmp_path / "whole")
+    assert records[8]["policy/loss"] < 0.97 * records[1]["policy/loss"]
+    assert "eval/reward" in records[8]
+    stopping.run(recipe, tmp_path / "stopped", 4)
+    _, resumed = stopping.run(resolve(compose("sft/tabletop", [*words, "resume=auto"])), tmp_path / "stopped")
+    assert resumed[8]["policy/loss"] == records[8]["policy/loss"]
+
+
 def test_an_environment_of_gymnasium_is_learnt_from_nothing(tmp_path):
     register_resolvers()
     recipe = resolve(compose("vla/cartpole", ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))

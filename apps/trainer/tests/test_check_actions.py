@@ -14,7 +14,8 @@ from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
 PPO, GRPO, TOKENS = "vla/tabletop_push", "vla/tabletop_push_grpo", "vla/tabletop_push_tokens"
-NOISE = "vla/tabletop_push_noise"
+NOISE, CLONING = "vla/tabletop_push_noise", "sft/tabletop"
+DEMONSTRATIONS = "unirl.rollout.engine.offline.episodes.OfflineEpisodesEngine"
 FEW = Machine(num_cpus=1, num_gpus=0)
 CARTPOLE = ["engine.environment.id=CartPole-v1"]
 
@@ -32,7 +33,7 @@ def on_machine(name: str, *overrides: str) -> list[str]:
     return list(machine_findings(run_of(composed(name, *overrides)), FEW))
 
 
-@pytest.mark.parametrize("name", [PPO, GRPO, TOKENS, NOISE, "vla/tabletop_push_tokens_grpo"])
+@pytest.mark.parametrize("name", [PPO, GRPO, TOKENS, NOISE, CLONING, "vla/tabletop_push_tokens_grpo"])
 def test_the_recipes_have_no_mistakes(name):
     check_recipe(composed(name))
     assert findings(name) == on_machine(name) == []
@@ -50,6 +51,12 @@ def test_the_recipes_have_no_mistakes(name):
         ),
         (TOKENS, ["+sampling.eta=0.3"], "sampling.eta does nothing with BinsActionPipeline, whose head is bins"),
         (PPO, ["+bundle.noise_range=[0.1,0.2]"], "noise_range = [0.1, 0.2] does nothing with FlowActionPipeline"),
+        (
+            CLONING,
+            ["engine._target_=unirl.rollout.engine.episodes.engine.EpisodesEngine"],
+            "which EpisodesEngine does not",
+        ),
+        (GRPO, [f"engine._target_={DEMONSTRATIONS}"], "needs log-probs, which demonstrations have not"),
         (TOKENS, ["+sampling.temperature=0"], "takes the most probable bins, which nothing trains on"),
         (PPO, ["+sampling.eta=0"], "leave no stochastic step, which alone can be trained on"),
         (PPO, ["+sampling.sde_indices=[4]"], "sde_indices [4] lie outside 0..3"),

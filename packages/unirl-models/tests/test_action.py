@@ -14,7 +14,7 @@ from unirl.models.action.bundle import ActionBundle
 from unirl.models.action.config import ActionConfig, Head
 from unirl.models.action.pipeline import BinsActionPipeline, FlowActionPipeline
 from unirl.sde.kernels import CPSSDEStrategy
-from unirl.sde.noise import keyed_uniform
+from unirl.sde.noise import keyed_normal, keyed_uniform
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.sampling import ActionSamplingParams
@@ -161,6 +161,30 @@ def test_a_flow_follows_its_velocity(num_rows):
     for sigma in (1.0, 0.5):
         x = x - 0.5 * pipeline._network(observed.images, x=x, sigma_R=torch.full((num_rows,), sigma))[1]
     torch.testing.assert_close(drawn.chains[:, -1], x)
+
+
+def test_imitation_is_flow_matching_or_cross_entropy_over_executed_moves(head):
+    """By hand from the network; whatever stands after the executed moves has no part in it."""
+    pipeline, params = made(head), ActionSamplingParams()
+    moves = torch.rand(5, H, D, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    drawn, images = pipeline.given(moves, params), seen().images
+    chunks = {"chains": [drawn.chains]} if drawn.tokens is None else {"tokens": [drawn.tokens]}
+    fields = {"rewards": [torch.zeros(5)], "num_moves": [NUM_MOVES], "params": params}
+    segment = ActionSegment.pack(images=[images], **chunks, **fields, **pipeline.segment_fields(params))
+    found = pipeline.imitation_loss(segment, torch.arange(5), noise_keys=keys(), seed=3)
+    if drawn.tokens is None:
+        noise = keyed_normal(keys(), 3, (H, D))
+        sigma = keyed_uniform([f"{key}::level" for key in keys()], 3, ())
+        x = moves + sigma[:, None, None] * (noise - moves)
+        each = (pipeline._network(images, x=x, sigma_R=sigma)[1] - (noise - moves)).square()
+    else:
+        assert torch.equal(drawn.tokens, ((moves + 1) * 3.5).floor().long())
+        logits = pipeline._network(images)[1]
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 2), drawn.tokens.flatten(), reduction="none")
+        each = each.view(5, H, D)
+    expected = torch.stack([each[row, : NUM_MOVES[row]].mean() for row in range(5)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert found.requires_grad
 
 
 def test_a_policy_survives_its_folder(head, tmp_path: Path):

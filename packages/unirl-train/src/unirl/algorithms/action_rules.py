@@ -33,4 +33,22 @@ def forwards_are_equally_many(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (rewards_are_plain, estimator_fits, forwards_are_equally_many)
+def demonstrations_are_played(own: Part, run: Run) -> Messages:
+    """Cloning and the engine that plays demonstrations go together, with a policy that imitates."""
+    clones, plays = own.name == "ActionFineTuning", bool(run.engine.ability("needs_moves"))
+    if clones and not plays:
+        yield (
+            f"{own.name} clones demonstrations, which {run.engine.name} does not play. Set {run.engine.at}._target_: "
+            "unirl.rollout.engine.offline.episodes.OfflineEpisodesEngine."
+        )
+    if plays and not clones:
+        yield (
+            f"{own.name} needs log-probs, which demonstrations have not. Set {own.at}._target_: "
+            "unirl.algorithms.action_fine_tuning.ActionFineTuning, or an engine that acts."
+        )
+    for pipeline in run.policy_of(own).pipelines.values():
+        if clones and not pipeline.abilities.get("imitates", True):
+            yield f"{pipeline.at}: {pipeline.name} learns no demonstrations; {own.name} takes small policies."
+
+
+RULES = (demonstrations_are_played, rewards_are_plain, estimator_fits, forwards_are_equally_many)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from unirl.data.datasets import PromptRow, check_dataset_folder, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
+from unirl.types.episodes import MOVES
 from unirl.types.errors import DataError
 from unirl.types.messages import demonstration
 from unirl.types.recipe import Fault, Machine, Messages, Part, Run
@@ -51,6 +52,7 @@ def _wrong_rows(own: Part, run: Run, place: Path) -> Messages:
         return
     rows = [row for _, row in numbered]
     yield from rows_without_conversations(f"{own.at}.path", str(path), rows, run)
+    yield from rows_without_moves(f"{own.at}.path", str(path), rows, run)
     yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
     yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
     yield from media_reaches_the_model(f"{own.at}.path", str(path), rows, run)
@@ -81,6 +83,18 @@ def rows_without_conversations(name: str, path: str, rows: Sequence[PromptRow], 
             f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) bring no conversation, which "
             f"{run.engine.name} trains on. Give each `messages` ({{role, content}}, the last one of the assistant), or "
             "`prompt` and `completion`; or choose an engine that samples."
+        )
+
+
+def rows_without_moves(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """Every row brings the moves that an engine of demonstrations plays."""
+    if not run.engine.ability("needs_moves"):
+        return
+    without = [row.prompt_id for row in rows if not row.metadata.get(MOVES)]
+    if without:
+        yield (
+            f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) bring no metadata.{MOVES}, which "
+            f"{run.engine.name} trains on. Give each `seed` and `{MOVES}`, or choose an engine that acts."
         )
 
 

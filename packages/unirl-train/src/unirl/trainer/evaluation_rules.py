@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unirl.data.datasets import check_dataset_folder, read_numbered_rows
 from unirl.data.rules import media_reaches_the_model, prompts_outside_a_grammar, rows_without_answers, unreadable
+from unirl.types.episodes import MOVES
 from unirl.types.errors import DataError
 from unirl.types.messages import demonstration
 from unirl.types.preference import IMAGES
@@ -79,6 +80,8 @@ def _wrong_rows(path: str, run: Run) -> Messages:
         yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
     if run.engine.ability("needs_texts") and any(demonstration(row.prompt, row.metadata) for row in rows):
         yield f"eval.prompts = {path} brings conversations, which would be judged in the policy's place. Take them out."
+    if run.engine.ability("needs_moves") and any(row.metadata.get(MOVES) for row in rows):
+        yield f"eval.prompts = {path} brings moves, which would be judged in the policy's place. Take them out."
     yield from rows_without_answers("eval.prompts", path, rows, run)
     yield from media_reaches_the_model("eval.prompts", path, rows, run)
 

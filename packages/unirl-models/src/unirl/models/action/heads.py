@@ -67,6 +67,8 @@ class BasePipeline(ABC, Generic[BundleT]):
     head: ClassVar[Head]
     learns_noise: ClassVar[bool] = False
     """True if a network chooses the deviations of a flow's stochastic steps."""
+    imitates: ClassVar[bool] = False
+    """True if it learns moves that it is shown (`unirl.types.protocols.models.ImitatingPipeline`)."""
 
     def __init__(self, bundle: BundleT) -> None:
         self._bundle = bundle

@@ -73,6 +73,8 @@ class BaseRolloutEngine(ABC):
     """Diffusion only: True if a stage may draw each image at a different size."""
     plays_episodes: ClassVar[bool] = False
     """True if it plays episodes in an environment."""
+    needs_moves: ClassVar[bool] = False
+    """True if rows of data must bring moves, which it plays instead of a policy's."""
     needs_texts: ClassVar[bool] = False
     """True if it takes conversations from the data (`unirl.types.messages`) instead of sampling them."""
     needs_images: ClassVar[bool] = False

@@ -391,6 +391,22 @@ class ActionPipeline(Protocol):
         ...
 
 
+class ImitatingPipeline(ActionPipeline, Protocol):
+    """A policy that acts, and learns moves that it is shown."""
+
+    def given(self, moves: Tensor, params: ActionSamplingParams) -> DrawnChunks:
+        """Chunks [n, H, D] that were shown, as `draw` would give them, without densities."""
+        ...
+
+    def imitation_loss(
+        self, segment: ActionSegment, decision_N: Tensor, *, noise_keys: Sequence[str], seed: int
+    ) -> Tensor:
+        """[n] float32 with gradients, the mean over the numbers of executed moves: of a flow the squared error of its
+        velocity at a random level, of bins the cross entropy in nats. noise_keys [n] seed the draws together with seed.
+        """
+        ...
+
+
 class ModelBundle(Protocol):
     """The bare modules of a model and what training needs to know of them."""
 

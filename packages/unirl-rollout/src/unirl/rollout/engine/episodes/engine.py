@@ -56,7 +56,7 @@ def start_seeds(req: RolloutReq, params: ActionSamplingParams) -> list[int]:
 
 
 @dataclass
-class _Log:
+class EpisodesLog:
     """What is kept of the episodes of a batch while they are played."""
 
     num: int
@@ -216,9 +216,10 @@ class EpisodesEngine(DirectSampling):
         track.policy_versions = self._versions(req.batch_size)
         return RolloutResp(tracks={self._track: track})
 
-    def _played(self, req: RolloutReq, params: ActionSamplingParams) -> _Log:
+    def _played(self, req: RolloutReq, params: ActionSamplingParams) -> EpisodesLog:
         keys = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
-        log, going = _Log(req.batch_size), list(range(req.batch_size))
+        log, going = EpisodesLog(req.batch_size), list(range(req.batch_size))
+        given = self._given(req)
         began = time.perf_counter()
         seen = self._environment.start(start_seeds(req, params))
         log.environment_s += time.perf_counter() - began
@@ -228,18 +229,23 @@ class EpisodesEngine(DirectSampling):
             log.final["prompts"] = prompts
         observed = _tensors(seen, prompts)
         decision = 0
-        while self._is_needed(going):
+        while going if given else self._is_needed(going):
             if not going:  # ranks that still play gather the shards of this one
                 self._pipeline.draw(observed.to(self._device), params, noise_keys=[""] * len(observed))
                 continue
             observed = _tensors(seen, None if prompts is None else prompts[going])
-            drawn = self._pipeline.draw(
-                observed.to(self._device), params, noise_keys=[f"{keys[row]}::{decision}" for row in going]
-            )
+            if given:
+                drawn = self._shown(given, going, decision, params)
+            else:
+                drawn = self._pipeline.draw(
+                    observed.to(self._device), params, noise_keys=[f"{keys[row]}::{decision}" for row in going]
+                )
             moves = drawn.moves.cpu().numpy()
             began = time.perf_counter()
             played = self._environment.play(going, moves)
             log.environment_s += time.perf_counter() - began
+            if given:
+                played = self._of_shown(given, going, decision, played)
             self._keep(log, going, observed, drawn, played)
             log.show(going, played.seen)
             before, going = going, log.end(going, played)
@@ -248,11 +254,27 @@ class EpisodesEngine(DirectSampling):
             decision += 1
         return log
 
+    def _given(self, req: RolloutReq) -> list[Tensor]:
+        """Moves [T, D] that the rows of a request bring for each episode, instead of a policy; empty if they do not."""
+        return []
+
+    def _shown(
+        self, given: Sequence[Tensor], rows: Sequence[int], decision: int, params: ActionSamplingParams
+    ) -> DrawnChunks:
+        """The chunk of this decision of each of `rows`."""
+        raise ContractError(f"{type(self).__name__} plays no given moves")
+
+    def _of_shown(self, given: Sequence[Tensor], rows: Sequence[int], decision: int, played: Played) -> Played:
+        """What was played, without moves that were not given, and ended where they end."""
+        raise ContractError(f"{type(self).__name__} plays no given moves")
+
     def _is_needed(self, going: Sequence[int]) -> bool:
         """True while a rank that shares the model's shards has episodes that run: all draw equally often."""
         return bool(going) if self._any_rank is None else self._any_rank(bool(going))
 
-    def _keep(self, log: _Log, rows: Sequence[int], observed: Observations, drawn: DrawnChunks, played: Played) -> None:
+    def _keep(
+        self, log: EpisodesLog, rows: Sequence[int], observed: Observations, drawn: DrawnChunks, played: Played
+    ) -> None:
         num_moves = torch.from_numpy(played.num_moves)
         log_probs = None
         if drawn.densities is not None:
@@ -268,7 +290,7 @@ class EpisodesEngine(DirectSampling):
             num_moves=num_moves,
         )
 
-    def _videos(self, log: _Log) -> Videos | None:
+    def _videos(self, log: EpisodesLog) -> Videos | None:
         """The frames before each decision and after the last; None of an environment that shows none."""
         if not log.frames[0]:
             return None
