@@ -187,8 +187,9 @@ def test_demonstrations_are_cloned_with_the_same_bits_after_a_resume(head, tmp_p
     assert resumed[8]["policy/loss"] == records[8]["policy/loss"]
 
 
-def test_an_environment_of_gymnasium_is_learnt_from_nothing(tmp_path):
+@pytest.mark.parametrize("name", ["vla/cartpole", "vla/inverted_pendulum"])
+def test_an_environment_of_gymnasium_is_learnt_from_nothing(name, tmp_path):
     register_resolvers()
-    recipe = resolve(compose("vla/cartpole", ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))
+    recipe = resolve(compose(name, ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))
     _, records = stopping.run(recipe, Path(tmp_path))
     assert records[12]["reward/mean"] > 2 * records[1]["reward/mean"]

@@ -20,7 +20,7 @@ NUM_TRAIN, NUM_HELDOUT = 2048, 512
 HELDOUT = range(1_000_000, 1_000_000 + NUM_HELDOUT)
 """Seeds of the held-out starts; demonstrations and training have lower ones."""
 NUM_DEMONSTRATIONS, FIRST_DEMONSTRATION, SHAKE = 2000, 500_000, 0.15
-"""Of the demonstrations: how many, the first seed, and the deviation of the noise of the hand, in moves."""
+"""How many demonstrations there are, their first seed, and the deviation of the noise of the hand, in moves."""
 
 
 def write_prompts(folder: Path) -> None:
