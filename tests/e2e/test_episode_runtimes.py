@@ -10,7 +10,10 @@ from unirl.config.recipes import compose, resolve
 
 pytestmark = [pytest.mark.ray, pytest.mark.matrix]
 RECIPES = {
-    "worlds/tools/grpo": [*test_turns.SMALL, "num_rollouts=2", "engine.forward_batch_size=32"],
+    **{
+        name: [*test_turns.SMALL, "num_rollouts=2", "engine.forward_batch_size=32"]
+        for name in ("worlds/tools/grpo", "worlds/zoom/grpo")
+    },
     **{
         name: [*test_actions.SMALL, *test_actions.SIZES[name], "engine.forward_batch_size=4"]
         for name in ("vla/tabletop_push", "vla/tabletop_push_tokens")
