@@ -15,6 +15,7 @@ import pytest
 from unirl.app.main import USER_ERROR, main
 from unirl.app.run_directory import CONFIG_FILE, claimed_run_dir, make_run_dir
 from unirl.app.run_lock import Holder, RunIsLockedError, locked, this_process
+from unirl.train.backend.manifest import write_manifest
 from unirl.trainer import commands
 from unirl.types.errors import ConfigError
 
@@ -223,3 +224,20 @@ def test_a_run_that_is_being_written_can_be_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "run_recipe", run_recipe)
     main(["run_dir=run"])
     assert "was read" in capsys.readouterr().err
+
+
+def test_a_run_begins_on_no_mirror_of_another_and_resumes_from_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "mirror" / "step-000002"
+    step.mkdir(parents=True)
+    (step / "driver_state.json").write_text("{}")
+    write_manifest(step, {"step": 2})
+    recipe = {"recipe": "r", "run_dir": "new", "resume": None, "save": {"mirror": str(tmp_path / "mirror")}}
+    now = datetime.datetime(2026, 1, 1)
+    with pytest.raises(ConfigError, match="has checkpoints of another run, up to step-000002. Set resume=auto"):
+        with claimed_run_dir(recipe, now):
+            pass
+    for given in ("new", None):
+        with claimed_run_dir({**recipe, "run_dir": given, "resume": "auto"}, now) as (folder, is_resumed):
+            assert is_resumed and (folder / "checkpoints" / "step-000002" / "driver_state.json").is_file()
+    assert str(folder) == "runs/r/20260101-000000"

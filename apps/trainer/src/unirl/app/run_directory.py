@@ -48,11 +48,30 @@ def claimed_run_dir(recipe: Recipe, now: datetime.datetime) -> Generator[tuple[P
                 if not is_new:
                     raise
             # Another run of this second has it; the next choice is a folder that is not there yet.
+        _consult_mirror(recipe, folder)
         # Anew, since another run may have begun and ended between the choice and the lock.
         _, is_resumed = choose_run_dir({**recipe, "run_dir": str(folder)}, now)
         if not is_resumed and holds_run(folder):
             _set_aside(folder)
         yield folder, is_resumed
+
+
+def _consult_mirror(recipe: Recipe, folder: Path) -> None:
+    """Fetch the newest checkpoint of `save.mirror` for a run that resumes. Raises ConfigError if one that begins would
+    write over the checkpoints of another run."""
+    url = (recipe.get("save") or {}).get("mirror")
+    if url is None:
+        return
+    from unirl.train.checkpoint.mirror import Mirror  # imports torch
+
+    mirror = Mirror(str(url))
+    if recipe.get("resume") is not None:
+        mirror.fetch_newest(folder / CHECKPOINTS)
+    elif found := mirror.finished():
+        raise ConfigError(
+            f"save.mirror = {url} has checkpoints of another run, up to {found[-1]}. Set resume=auto to continue it, "
+            "or choose another URL."
+        )
 
 
 def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:

@@ -55,6 +55,9 @@ class Save:
     """Write in a thread while training continues."""
     best_metric: str = "reward"
     """Held-out mean that chooses the best checkpoint."""
+    mirror: str | None = None
+    """URL of fsspec, such as s3://bucket/my-run, for this run alone: its checkpoints are copied there while it trains,
+    and `resume=auto` takes the newest from there where this machine has none as new."""
 
 
 ENABLED = "enabled"

@@ -12,7 +12,9 @@ from unirl.config.runs import ComposedRun
 from unirl.config.schema import ENABLED
 from unirl.tracking.libraries import LIBRARIES, how_to_get
 from unirl.train.backend.rules import topology_problem
-from unirl.types.recipe import TARGET, Machine, Messages, Stage
+from unirl.train.checkpoint.stores import MissingLibraryError, store_of
+from unirl.types.errors import ConfigError
+from unirl.types.recipe import TARGET, Fault, Machine, Messages, Stage
 
 
 def geometry_divides(run: ComposedRun) -> Messages:
@@ -187,6 +189,17 @@ def best_metric_has_its_scorer(run: ComposedRun) -> Messages:
         )
 
 
+def the_mirror_can_be_used(run: ComposedRun, machine: Machine) -> Messages:
+    """The URL of copies of checkpoints is of a kind whose library is here."""
+    if run.file.save.mirror is not None:
+        try:
+            store_of(run.file.save.mirror)
+        except MissingLibraryError as error:
+            yield str(error)
+        except ConfigError as error:
+            yield Fault(error)
+
+
 def run_dir_writable(run: ComposedRun, machine: Machine) -> Messages:
     """The run directory can be created and written."""
     run_dir = Path(run.file.run_dir or "runs").expanduser().absolute()
@@ -218,4 +231,4 @@ RULES = (
     one_policy_names_one,
     best_metric_has_its_scorer,
 )
-MACHINE_RULES = (run_dir_writable, trackers_have_their_libraries)
+MACHINE_RULES = (run_dir_writable, the_mirror_can_be_used, trackers_have_their_libraries)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.train.checkpoint.folder import CheckpointFolder, unfinished_name
+from unirl.train.checkpoint.mirror import Copying, Mirror
 from unirl.train.checkpoint.ranks import Ranks
 from unirl.train.checkpoint.saved import (
     Snapshot,
@@ -34,6 +35,7 @@ class Checkpointer:
     `driver_state.json`, `architecture.json`, and `manifest.json` with the size and digest of each file
     (`unirl.train.checkpoint.saved`). `CheckpointFolder` says how one is written aside and which stay (keep_last,
     keep_best). is_async: `save` copies to host memory and returns; a thread writes.
+    mirror: URL that rank 0 copies the checkpoints to meanwhile (`unirl.train.checkpoint.mirror`).
     Loading executes nothing that a checkpoint holds (`unirl.train.backend.state_reader`).
     Every method is called by the driver on all ranks. With the same number of ranks, resuming is bit-identical to
     never having stopped; other numbers resume too, without the generators of ranks that were not there.
@@ -47,11 +49,14 @@ class Checkpointer:
         keep_last: int = 2,
         keep_best: bool = True,
         is_async: bool = False,
+        mirror: str | None = None,
     ) -> None:
         self._folder = CheckpointFolder(Path(folder), keep_last=keep_last, keep_best=keep_best)
         self._backend = backend
         self._is_async = is_async
         self._ranks = Ranks(self._folder.path)
+        is_copied = mirror is not None and self._ranks.rank == 0
+        self._copying = Copying(Mirror(str(mirror)), self._folder.path) if is_copied else None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._is_written = True
@@ -71,7 +76,7 @@ class Checkpointer:
         CheckpointError if writing fails (async: from the next `save` or `wait`); other checkpoints are then not
         touched.
         """
-        self.wait()
+        self._wait_for_write()
         snapshot = take_snapshot(
             self._backend, step, driver_state, score, num_ranks=self._ranks.num_ranks, is_copied=self._is_async
         )
@@ -85,7 +90,12 @@ class Checkpointer:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def wait(self) -> None:
-        """Wait for a write in progress; raises the CheckpointError that it failed with."""
+        """Wait for a write in progress, and for the mirror; raises the CheckpointError that one failed with."""
+        self._wait_for_write()
+        if self._copying is not None:
+            self._copying.wait()
+
+    def _wait_for_write(self) -> None:
         if self._thread is not None:
             self._thread.join(WRITE_TIMEOUT_S)
             if self._thread.is_alive():
@@ -120,6 +130,8 @@ class Checkpointer:
             ranks.stage(temp, lambda: write_rng(temp, snapshot, ranks))
             ranks.stage(temp, lambda: write_state(temp, snapshot, ranks))
             ranks.stage(temp, lambda: ranks.on_rank_zero(finish))
+            if self._copying is not None:
+                self._copying.begin()
         except CheckpointError:
             if ranks.rank == 0:
                 shutil.rmtree(temp, ignore_errors=True)
@@ -133,7 +145,7 @@ class Checkpointer:
         substitute. Raises CheckpointError if there is no sound one, listing what is wrong with each, or if the model is
         another one, naming the first parameters that differ.
         """
-        self.wait()
+        self._wait_for_write()
         choice: list[Any] = self._ranks.same(self._folder.chosen(step) if self._ranks.rank == 0 else None)
         name, problem = choice
         if problem is not None:

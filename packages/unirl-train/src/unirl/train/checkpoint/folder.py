@@ -69,7 +69,7 @@ class CheckpointFolder:
         keep = set(finished[-self._keep_last :])
         if self._keep_best and best is not None:
             keep.add(best[1])
-            text = json.dumps({"step": _step_of(best[1]), "score": best[0], "folder": best[1].name}) + "\n"
+            text = json.dumps({"step": step_of(best[1]), "score": best[0], "folder": best[1].name}) + "\n"
             aside = self.path / f"{BEST}.new"
             aside.write_text(text)
             aside.rename(self.path / BEST)
@@ -79,7 +79,7 @@ class CheckpointFolder:
 
     def chosen(self, step: int | None) -> list[str | None]:
         """[name of the newest sound checkpoint, or of that of `step`, None] or [None, what is wrong]."""
-        candidates = [path for path in finished_in(self.path) if step is None or _step_of(path) == step]
+        candidates = [path for path in finished_in(self.path) if step is None or step_of(path) == step]
         wrong = []
         for path in reversed(candidates):
             problem = damage(path)
@@ -89,7 +89,7 @@ class CheckpointFolder:
             wrong.append(f"{path.name}: {problem}")
         what = "checkpoint" if step is None else f"checkpoint of step {step}"
         if not wrong:
-            steps = ", ".join(str(_step_of(path)) for path in finished_in(self.path)) or "none"
+            steps = ", ".join(str(step_of(path)) for path in finished_in(self.path)) or "none"
             return [None, f"there is no {what} in {self.path} (steps there: {steps})"]
         return [
             None,
@@ -101,7 +101,7 @@ def meant_step(folder: Path, which: str) -> int:
     """The step of the checkpoint that "newest", "best" (by held-out score) or a number means in a run's `checkpoints`
     folder. Raises ConfigError if there is none."""
     finished = _newest_of_each(folder)
-    steps = list(map(_step_of, finished))
+    steps = list(map(step_of, finished))
     if which == "newest" and steps:
         return steps[-1]
     if which == "best" and steps:
@@ -111,7 +111,7 @@ def meant_step(folder: Path, which: str) -> int:
                 f"no checkpoint in {folder} has a held-out score, so none is the best. Add an eval section, or take "
                 "the newest (--checkpoint newest)."
             )
-        return _step_of(best[1])
+        return step_of(best[1])
     if which not in ("newest", "best") and not which.isdecimal():
         raise ConfigError(f"--checkpoint {which!r} must be newest, best or the number of a step.")
     if not which.isdecimal() or int(which) not in steps:
@@ -122,7 +122,7 @@ def meant_step(folder: Path, which: str) -> int:
 
 def _newest_of_each(folder: Path) -> list[Path]:
     """One folder per step, oldest first: of a step that is there twice, the newer."""
-    return list({_step_of(path): path for path in finished_in(folder)}.values())
+    return list({step_of(path): path for path in finished_in(folder)}.values())
 
 
 def _best(finished: list[Path]) -> tuple[float, Path] | None:
@@ -142,12 +142,18 @@ def finished_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _FINISHED.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step_of(path), "." not in path.name, path.name))
+    return sorted(found, key=lambda path: (step_of(path), "." not in path.name, path.name))
 
 
 def _name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _step_of(path: Path) -> int:
+def is_finished_name(name: str) -> bool:
+    """True for the name of a finished checkpoint that no other is about to replace."""
+    return re.fullmatch(r"step-\d+", name) is not None
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
     return int(path.name.partition("-")[2].partition(".")[0])

@@ -136,6 +136,7 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
         keep_last=save.keep_last,
         keep_best=save.keep_best,
         is_async=save.is_async,
+        mirror=save.mirror,
     )
 
 
