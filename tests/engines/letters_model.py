@@ -49,6 +49,7 @@ class LetterCodec:
     """Stands for a pipeline's TextCodec: a character is its code point modulo the vocabulary, token 0 ends a text."""
 
     context_length = CONTEXT
+    media_tokens = frozenset()
 
     def stop_token_ids(self, params):
         return tuple(sorted({STOP, *params.stop_token_ids}))

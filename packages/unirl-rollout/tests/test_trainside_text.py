@@ -33,6 +33,7 @@ class FiveWords:
         self.is_evaluating = False
 
     image_sizes = ()
+    media_tokens = frozenset()
     tokens_before_end = 1
 
     def stop_token_ids(self, params):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.checkpoint import adapter_specs, checkpoint_shapes, full_specs
 from unirl.rollout.engine.child import messages
 from unirl.rollout.engine.child.messages import Failed, ReceiveWeights, Start
@@ -24,9 +25,9 @@ from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.media import ImageLists, Images, Texts
-from unirl.types.rollout import RolloutReq
+from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
-from unirl.types.segments import SegmentStatus
+from unirl.types.segments import SegmentStatus, TextSegment
 from unirl.types.weights import weight_spec
 
 PARAMS = ARSamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4, seed=3)
@@ -331,3 +332,24 @@ def test_options_that_cannot_work_are_refused_before_a_process_starts(tmp_path):
         with pytest.raises(ConfigError, match=text):
             VLLMRolloutEngine(None, model="m", **options)  # ty: ignore[invalid-argument-type]
     assert interpreter(None, engine="vLLM", environment="e") == sys.executable
+
+
+def test_what_wrote_a_placeholder_of_a_medium_begins_anew():
+    req = request(["a", "b", "c"])
+    status = torch.tensor([SegmentStatus.ABORTED, SegmentStatus.ABORTED, SegmentStatus.TRUNCATED])
+    segment = TextSegment.pack(
+        tokens=[torch.tensor([5]), torch.tensor([9, 5]), torch.tensor([9, 1, 1, 1])],
+        log_probs=[torch.zeros(1), torch.zeros(2), torch.zeros(4)],
+        status=status,
+        params=PARAMS,
+    )
+    track = RolloutTrack(sample_ids=req.sample_ids, segment=segment, policy_versions=torch.tensor([3, 3, 3]))
+    req = req.replace(begun=track)
+    begun = BegunTexts.of(req, frozenset({9}))
+    made = generation(req, conditions([1, 9], [2], [3]), (), 0, placeholder=9, begun=begun)
+    assert (made.prompts, made.num_begun) == ([[1, 9, 5], [2]], [1, 0])
+    assert [made.budget(row) for row in range(2)] == [PARAMS.max_new_tokens - 1, PARAMS.max_new_tokens]
+    answer = Generations(4, [[0], [7, 0]], [[-1.0], [-1.0, -2.0]], ["stop", "stop"])
+    whole = text_segment(answer, dataclasses.replace(made, stop_token_ids=[0]), PARAMS, begun)
+    assert [row.tolist() for row in whole.unpack("tokens")] == [[5, 0], [7, 0], [9, 1, 1, 1]]
+    assert [row.tolist() for row in whole.unpack("versions")] == [[3, 4], [4, 4], [3, 3, 3, 3]]

@@ -14,6 +14,7 @@ class NumberCodec:
     """A text is its tokens, written as numbers."""
 
     context_length = 20
+    media_tokens = frozenset()
 
     def stop_token_ids(self, params):
         return (9,)

@@ -5,7 +5,7 @@ The tokens that are there become a part of the prompt, whose keys and values are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,8 +32,12 @@ class BegunTexts:
     """What each of `rows` has, int64."""
 
     @classmethod
-    def of(cls, req: RolloutReq) -> Self:
-        """Those of a request. Raises ContractError if they are no texts, or without versions."""
+    def of(cls, req: RolloutReq, media_tokens: Collection[int]) -> Self:
+        """Those of a request. Raises ContractError if they are no texts, or without versions.
+
+        media_tokens: placeholders of media. In a prompt each stands for a medium, so unfinished samples that wrote one
+            begin anew.
+        """
         if req.begun is None:
             rows = list(range(req.batch_size))
             return cls(None, None, rows, [torch.zeros(0, dtype=torch.long)] * len(rows))
@@ -48,6 +52,9 @@ class BegunTexts:
             versions = versions_B.repeat_interleave(segment.lengths)
         rows = (segment.status == SegmentStatus.ABORTED).nonzero().flatten().tolist()
         own = segment.unpack("tokens")
+        if anew := [row for row in rows if not set(media_tokens).isdisjoint(own[row].tolist())]:
+            segment, versions = _without(segment.replace(versions=versions), anew)
+            own = segment.unpack("tokens")
         return cls(segment, versions, rows, [own[row] for row in rows])
 
     @property
@@ -88,6 +95,14 @@ class BegunTexts:
         if self.segment is None or self.versions is None:
             return []
         return list(self.versions.split(self.segment.lengths.tolist()))
+
+
+def _without(segment: TextSegment, rows: Collection[int]) -> tuple[TextSegment, Tensor]:
+    """The segment with nothing of these samples, and the versions of its tokens."""
+    names = [name for name in ("tokens", "log_probs", "versions") if getattr(segment, name) is not None]
+    parts = {name: [own[:0] if row in rows else own for row, own in enumerate(segment.unpack(name))] for name in names}
+    left = TextSegment.pack(**parts, status=segment.status, params=segment.params)
+    return left, torch.cat(parts["versions"])
 
 
 def _parts(segment: TextSegment, version: int) -> dict[str, list[Tensor]]:

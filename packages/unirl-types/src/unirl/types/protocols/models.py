@@ -150,6 +150,11 @@ class TextCodec(Protocol):
         """Most tokens of a prompt and its completion together."""
         ...
 
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens that stand for media, and mean none where the model itself writes them."""
+        ...
+
     def stop_token_ids(self, params: ARSamplingParams) -> tuple[int, ...]:
         """Tokens that end a sample: the model's end-of-sequence ids and those of `params`, sorted."""
         ...
@@ -183,11 +188,6 @@ class ConversationCodec(TextCodec, Protocol):
     @property
     def reads_images_in_turns(self) -> bool:
         """True if messages between the model's turns may show images."""
-        ...
-
-    @property
-    def media_tokens(self) -> frozenset[int]:
-        """Tokens that stand for media, and mean none where the model itself writes them."""
         ...
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:

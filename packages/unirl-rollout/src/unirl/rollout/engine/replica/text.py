@@ -59,7 +59,7 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         self._is_ending = True
 
     def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
-        begun, more = BegunTexts.of(req), None
+        begun, more = BegunTexts.of(req, self._pipeline.media_tokens), None
         if begun.rows:
             own, keys = begun.prompts(conditions), noise_keys(req)
             more = self._resuming.generate(

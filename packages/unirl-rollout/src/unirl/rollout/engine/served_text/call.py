@@ -98,15 +98,18 @@ def generation(
     number: int,
     *,
     placeholder: int | None = None,
+    begun: BegunTexts | None = None,
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
-    placeholder: token id that stands for an image patch; None if the model only reads text.
+    placeholder: token id that stands for an image patch; None if the model only reads text. begun: of the request;
+    None: there is nothing that wrote a placeholder.
     A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch. Where
     it was begun, it also depends on the tokens that it has, so that no draw comes twice.
     Raises ConfigError if the request has images and the model does not read them.
     """
-    params, begun = text_params(req), BegunTexts.of(req)
+    params = text_params(req)
+    begun = BegunTexts.of(req, ()) if begun is None else begun
     pictures, shown = shown_pictures(req.primitives.get("image"))
     if pictures and placeholder is None:
         raise ConfigError(

@@ -74,9 +74,9 @@ class ServedTextEngine(ChildEngine):
         params = text_params(req)
         conditions = prompt_conditions(req, self._pipeline)
         limits, stops = self._limits(), self._pipeline.stop_token_ids(params)
-        own = BegunTexts.of(req)
+        own = BegunTexts.of(req, self._pipeline.media_tokens)
         if own.rows:
-            call = generation(req, conditions, stops, 0, placeholder=limits.image_token)
+            call = generation(req, conditions, stops, 0, placeholder=limits.image_token, begun=own)
             check_fits(call.prompts, call.max_new_tokens, limits, call.num_begun)
             self.ready()
             answer = self._generations(call, [req.group_ids[row] for row in own.rows])
