@@ -101,6 +101,7 @@ class LMPipeline:
     """Implements unirl.types.protocols.models.AutoregressivePipeline. A text is a string of digits, a token each."""
 
     context_length = 64
+    media_tokens = frozenset()
 
     def __init__(self, model: TinyLM) -> None:
         self.model = model
