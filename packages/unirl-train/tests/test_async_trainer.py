@@ -29,7 +29,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.diffusion import DiffusionModality
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
-from unirl.trainer.loops import asynchronous
+from unirl.trainer.loops import part_threads
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.order import REQUESTS, OrderLog, read_order
 from unirl.trainer.roles import SyncRole
@@ -268,10 +268,10 @@ def test_samples_are_as_old_as_allowed_and_prompts_are_those_of_a_synchronous_ru
     stack, slots = own.part("stack"), own.trainer._slots
 
     def until_the_engine_is_ahead(num_rollouts: int) -> None:
-        with own.trainer._changed:  # the learner is slow, so the engine gets as far ahead as it may
+        with own.trainer._threads.changed:  # the learner is slow, so the engine gets as far ahead as it may
             left = (7 - num_rollouts + 1) * slots.per_rollout
             full = min(slots.capacity, left)
-            assert own.trainer._changed.wait_for(lambda: slots.num_waiting == full, WAIT_S)
+            assert own.trainer._threads.changed.wait_for(lambda: slots.num_waiting == full, WAIT_S)
 
     stack.then = until_the_engine_is_ahead
     sync.trainer.run()
@@ -381,7 +381,7 @@ def test_an_order_that_the_slots_do_not_allow_is_refused(tmp_path: Path, version
 
 
 def test_what_is_stuck_is_named_with_its_stack(tmp_path: Path, monkeypatch: Any, caplog: Any):
-    monkeypatch.setattr(asynchronous, "STUCK_S", 0.1)
+    monkeypatch.setattr(part_threads, "STUCK_S", 0.1)
     own = Made(tmp_path, 1, num_rollouts=2)
     own.part("engine").then = lambda rollout_id: time.sleep(0.5) if rollout_id == 0 else None
     own.trainer.run()

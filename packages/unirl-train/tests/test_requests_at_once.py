@@ -173,7 +173,7 @@ def two_versions(own: Served) -> None:
         if req.number == 1 and member.worker.component("engine").version == 0:
             assert is_trained.wait(WAIT_S)
             deadline = time.monotonic() + WAIT_S
-            while not own.trainer._held_up and time.monotonic() < deadline:
+            while not own.trainer._threads._held_up and time.monotonic() < deadline:
                 time.sleep(0.005)
 
     own.part("stack").then = lambda num: is_trained.set()
