@@ -1,5 +1,6 @@
 """Advantages against hand-worked numbers, against each convention's closed form, and their invariances."""
 
+import itertools
 import math
 from typing import Any, cast
 
@@ -248,3 +249,26 @@ def test_unknown_preset_and_useless_weights_are_refused():
 def test_group_metrics_count_groups_that_teach_nothing():
     metrics = group_metrics(torch.tensor([1.0, 1.0, 0.0, 2.0]), ["a", "a", "b", "b"])
     assert metrics == {"group/count": 2.0, "group/zero_std_ratio": 0.5, "group/std_mean": 0.5}
+
+
+def test_maxrl_follows_the_likelihood_of_success_to_the_order_of_the_group():
+    """The expected gradient over all outcomes of a group of N is that of sum_{k < N} -(1 - p)^k / k, which is log p cut
+    off: what the paper maximises, since groups without a success teach nothing."""
+    p, size = 0.3, 5
+    score = torch.tensor([1 / p, -1 / (1 - p)], dtype=torch.float64)  # d log of the outcome's probability / dp
+    total = 0.0
+    for outcome in itertools.product((1.0, 0.0), repeat=size):
+        rewards = torch.tensor(outcome)
+        advantages = AdvantageConfig(preset="maxrl")(rewards, ["g"] * size).double()
+        probability = p ** sum(outcome) * (1 - p) ** (size - sum(outcome))
+        total += probability * float((advantages * score[(1 - rewards).long()]).mean())
+    assert total == pytest.approx(sum((1 - p) ** k for k in range(size - 1)), rel=1e-6)
+
+
+def test_maxrl_of_one_success_among_four_and_of_none():
+    found = AdvantageConfig(preset="maxrl")(torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0]), ["a"] * 4 + ["b"] * 4)
+    assert found.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ConfigError, match=r"needs rewards of at least 0, the least is -1. Set reward.weights"):
+        AdvantageConfig(preset="maxrl")(torch.tensor([1.0, -1.0]), ["a"] * 2)
+    with pytest.raises(ConfigError, match="divides by the mean of groups. Set center: group, not batch"):
+        AdvantageConfig(preset="maxrl", center="batch", eps=1e-6)(torch.tensor([1.0, 0.0]), ["a"] * 2)

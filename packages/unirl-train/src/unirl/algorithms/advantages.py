@@ -20,7 +20,7 @@ from unirl.types.bounds import Bounds, NonNegative, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError, ContractError
 
 Scope = Literal["group", "batch", "none"]
-Scale = Literal["group", "batch", "residual", "none"]
+Scale = Literal["group", "batch", "residual", "mean", "none"]
 Statistics = Literal["samples", "tokens"]
 MultiReward = Literal["weighted_sum", "normalize_then_sum", "gdpo"]
 
@@ -70,10 +70,11 @@ ALWAYS_DIVISIBLE = (
     ("group", "group"),
     ("group", "batch"),
     ("group", "residual"),
+    ("group", "mean"),
     ("batch", "batch"),
     ("batch", "residual"),
 )
-"""(center, scale) under which a standard deviation of 0 leaves nothing to divide: all centred rewards are 0 too."""
+"""(center, scale) under which a divisor of 0 leaves nothing to divide: all centred rewards are 0 too."""
 
 
 def check_eps(eps: float, center: str, scale: str) -> None:
@@ -104,7 +105,8 @@ def normalized_advantages(
     """(reward - centre) / (std + eps), float32 [B], computed in float64.
 
     center, scale: over the sample's group, over the batch, or not at all. scale "residual" is the standard deviation
-        over the batch of what is left after centring.
+        over the batch of what is left after centring; "mean" divides by the group's mean instead, of rewards of at
+        least 0, with center "group" (MaxRL, arXiv 2602.02710).
     leave_one_out: the centre of a sample is the mean of the OTHERS, which makes G / (G - 1) (reward - mean) of G.
     ddof: 0 is the population standard deviation, 1 the sample standard deviation.
     eps_inside_sqrt: divide by sqrt(var + eps) instead.
@@ -132,7 +134,9 @@ def normalized_advantages(
     if leave_one_out and center != "none":
         size = torch.bincount(scopes[center])[scopes[center]].to(torch.float64)
         advantages = advantages * size / (size - 1).clamp(min=1)
-    if scale != "none":
+    if scale == "mean":
+        advantages = advantages / (_mean_of_positive(rewards, index, center) + eps)
+    elif scale != "none":
         std = group_std(advantages, whole, ddof) if scale == "residual" else group_std(rewards, scopes[scale], ddof)
         advantages = advantages / ((std.square() + eps).sqrt() if eps_inside_sqrt else std + eps)
     if center != "none":
@@ -140,6 +144,18 @@ def normalized_advantages(
     if clip is not None:
         advantages = advantages.clamp(-clip, clip)
     return advantages.to(torch.float32)
+
+
+def _mean_of_positive(rewards: Tensor, index: Tensor, center: Scope) -> Tensor:
+    """Mean of each sample's group, [B]. Raises ConfigError if it may be no divisor."""
+    if center != "group":
+        raise ConfigError(f"advantages.scale = mean divides by the mean of groups. Set center: group, not {center}.")
+    if bool((rewards < 0).any()):
+        raise ConfigError(
+            f"advantages.scale = mean (MaxRL) needs rewards of at least 0, the least is {float(rewards.min()):g}. "
+            "Set reward.weights so that the reward is 0 for a failure, or take another preset."
+        )
+    return group_mean(rewards, index)
 
 
 def whitened_over_tokens(values_B: Tensor, num_tokens_B: Tensor, *, ddof: int, eps: float) -> Tensor:
@@ -165,6 +181,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "trl": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-4},
     "dr_grpo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0},
     "dapo": {"center": "group", "scale": "group", "ddof": 1, "eps": 1e-6},
+    "maxrl": {"center": "group", "scale": "mean", "ddof": 0, "eps": 0.0},
     "rloo": {"center": "group", "scale": "none", "ddof": 0, "eps": 0.0, "leave_one_out": True},
     "reinforce_pp": {
         "center": "batch",
@@ -192,8 +209,9 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 """Conventions of reference implementations (facts checked against their closed forms in the tests): `dapo` is verl's,
-`rloo` arXiv 2402.14740, `reinforce_pp` and its baseline variant arXiv 2501.03262, whose statistics count tokens as
-verl's and the authors' code do; `batch_whitened` and `group_centred_batch_whitened` are the same over samples."""
+`rloo` arXiv 2402.14740, `maxrl` arXiv 2602.02710, `reinforce_pp` and its baseline variant arXiv 2501.03262, whose
+statistics count tokens as verl's and the authors' code do; `batch_whitened` and `group_centred_batch_whitened` are the
+same over samples."""
 
 
 _OVER_TOKENS: dict[object, dict[str, object]] = {
