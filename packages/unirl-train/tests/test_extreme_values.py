@@ -17,10 +17,13 @@ from torch import Tensor
 from unirl.algorithms.advantages import AdvantageConfig, normalized_advantages
 from unirl.algorithms.ar_cispo import ARCISPO
 from unirl.algorithms.ar_dppo import ARDPPO
+from unirl.algorithms.ar_dro import ARDRO
 from unirl.algorithms.ar_drpo import ARDRPO
+from unirl.algorithms.ar_gmpo import ARGMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_reinforce import ARReinforce
 from unirl.algorithms.ar_sapo import ARSAPO
+from unirl.algorithms.ar_vespo import ARVESPO
 from unirl.algorithms.base import RowMetrics, report_ratio
 from unirl.algorithms.cppo import CPPO
 from unirl.algorithms.ddpo import DDPO
@@ -43,7 +46,15 @@ from unirl.algorithms.losses import (
 )
 from unirl.algorithms.reference import ReferenceKL, sampled_kl
 from unirl.algorithms.rollout_correction import MAX_WEIGHT, RolloutCorrection, correction_weights
-from unirl.algorithms.token_losses import importance_log_ratio, regularised_loss, soft_gate_loss, truncated_ratio_loss
+from unirl.algorithms.token_losses import (
+    gamma_weighted_loss,
+    geometric_mean_loss,
+    importance_log_ratio,
+    quadratic_penalty_loss,
+    regularised_loss,
+    soft_gate_loss,
+    truncated_ratio_loss,
+)
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.algorithms.transitions import TransitionAlgorithm, TransitionRows
 from unirl.algorithms.values import value_loss
@@ -78,6 +89,13 @@ LOSSES: dict[str, Loss] = {
     "k3": lambda p, a, adv: sampled_kl(p, a, "k3"),
     "value": lambda p, a, adv: value_loss(p, a, adv, clip=0.2),
     "preference": lambda p, a, adv: preference_loss(p - a, beta=5000.0),
+    "gmpo": lambda p, a, adv: geometric_mean_loss(
+        p - a, adv, torch.tensor([p.numel() - 1, 0, 1]), clip_low=0.4, clip_high=0.4
+    )[0],
+    "vespo": lambda p, a, adv: gamma_weighted_loss(
+        p - a, p, adv, torch.tensor([p.numel() - 1, 0, 1]), positive=(2.0, 3.0), negative=(3.0, 2.0)
+    )[0],
+    "dro": lambda p, a, adv: quadratic_penalty_loss(p - a, p, adv, beta=0.05)[0],
     "sapo": lambda p, a, adv: soft_gate_loss(p - a, adv, temperature_positive=1.0, temperature_negative=1.05)[0],
     "group preference": lambda p, a, adv: group_preference_loss((p - a)[:, None], adv[:, None], beta=5000.0),
     "centred reward": lambda p, a, adv: centred_reward_loss(
@@ -222,6 +240,9 @@ TOKEN_ALGORITHMS: dict[str, Callable[[], TokenAlgorithm]] = {
     "DPPO by tv": lambda: ARDPPO(cast(AutoregressivePipeline, None), NOTHING),
     "DPPO by kl": lambda: ARDPPO(cast(AutoregressivePipeline, None), NOTHING, divergence="kl"),
     "DRPO": lambda: ARDRPO(cast(AutoregressivePipeline, None), NOTHING),
+    "GMPO": lambda: ARGMPO(cast(AutoregressivePipeline, None), NOTHING),
+    "VESPO": lambda: ARVESPO(cast(AutoregressivePipeline, None), NOTHING),
+    "DRO": lambda: ARDRO(cast(AutoregressivePipeline, None), NOTHING),
     "SAPO": lambda: ARSAPO(cast(AutoregressivePipeline, None), NOTHING),
     "REINFORCE": lambda: ARReinforce(cast(AutoregressivePipeline, None), NOTHING),
 }

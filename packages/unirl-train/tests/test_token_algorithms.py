@@ -24,11 +24,14 @@ from torch import Tensor
 
 from unirl.algorithms.ar_cispo import ARCISPO
 from unirl.algorithms.ar_dppo import ARDPPO
+from unirl.algorithms.ar_dro import ARDRO
 from unirl.algorithms.ar_drpo import ARDRPO
+from unirl.algorithms.ar_gmpo import ARGMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_reinforce import ARReinforce
 from unirl.algorithms.ar_sapo import ARSAPO
+from unirl.algorithms.ar_vespo import ARVESPO
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -202,7 +205,7 @@ def test_stale_samples_are_left_out_and_counted():
 
 def test_at_ratio_one_all_surrogates_have_one_gradient():
     expected, _ = one_update(ARGRPO)
-    for kind in (ARCISPO, ARDPPO, ARDRPO, ARReinforce, ARSAPO):
+    for kind in (ARCISPO, ARDPPO, ARDRO, ARDRPO, ARReinforce, ARSAPO, ARVESPO):
         found, _ = one_update(kind)
         close(found, expected)
 
@@ -262,7 +265,7 @@ def test_a_penalty_in_the_reward_makes_unlikely_tokens_worth_more():
     assert "policy/reference_kl" in part.metrics.sums
 
 
-@pytest.mark.parametrize("kind", [ARGRPO, ARCISPO, ARDPPO, ARDRPO, ARReinforce, ARSAPO])
+@pytest.mark.parametrize("kind", [ARGRPO, ARCISPO, ARDPPO, ARDRO, ARDRPO, ARGMPO, ARReinforce, ARSAPO, ARVESPO])
 def test_every_algorithm_finds_the_token_that_is_rewarded(kind: Any):
     made = setup(kind, lr=3e-2)
     params = sampling(samples_per_prompt=8, max_new_tokens=1, temperature=1.0)
@@ -289,6 +292,8 @@ def test_every_algorithm_finds_the_token_that_is_rewarded(kind: Any):
     ("kind", "options", "message"),
     [
         (ARGRPO, {"loss_agg_mode": "mean"}, "loss_agg_mode = 'mean'"),
+        (ARGMPO, {"importance_level": "sequence"}, "ARGMPO reduces the ratios of tokens itself"),
+        (ARVESPO, {"importance_level": "sequence"}, "ARVESPO reduces the ratios of tokens itself"),
         (ARGRPO, {"loss_agg_mode": "seq-mean-token-sum-norm"}, "horizon = None"),
         (ARGRPO, {"horizon": 8}, "horizon = 8 with algorithm.loss_agg_mode = token-mean"),
         (ARGRPO, {"importance_level": "word"}, "importance_level = 'word'"),

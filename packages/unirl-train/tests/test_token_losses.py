@@ -23,7 +23,10 @@ from unirl.algorithms.token_losses import (
     LossAggregation,
     aggregation_weights,
     binary_divergence,
+    gamma_weighted_loss,
+    geometric_mean_loss,
     importance_log_ratio,
+    quadratic_penalty_loss,
     regularised_loss,
     sequence_index,
     sequence_mean,
@@ -56,13 +59,24 @@ def reduced(loss_M: Tensor, mode: LossAggregation, horizon: int = 7) -> Tensor:
 
 
 def packed_loss(
-    new: Tensor, old: Tensor, *, kind: str, level: ImportanceLevel, mode: LossAggregation, cap: float | None = None
+    new: Tensor,
+    old: Tensor,
+    *,
+    kind: str,
+    level: ImportanceLevel,
+    mode: LossAggregation,
+    cap: float | None = None,
+    horizon: int = 7,
 ) -> Tensor:
     logp_M, anchor_M = new[MASK], old[MASK]
     advantage_M = ADVANTAGES[sequence_index(LENGTHS)]
     log_ratio_M = importance_log_ratio(logp_M, anchor_M, LENGTHS, level=level)
     if kind == "cispo":
         loss_M = truncated_ratio_loss(log_ratio_M, logp_M, advantage_M, ratio_min=0.0, ratio_max=cap or 1.2)
+    elif kind == "vespo":
+        loss_M, _ = gamma_weighted_loss(log_ratio_M, logp_M, advantage_M, LENGTHS, positive=(2, 3), negative=(3, 2))
+    elif kind == "gmpo":
+        loss_M, _ = geometric_mean_loss(log_ratio_M, advantage_M, LENGTHS, clip_low=0.2, clip_high=0.28)
     elif kind == "sapo":
         loss_M, _ = soft_gate_loss(log_ratio_M, advantage_M, temperature_positive=1.0, temperature_negative=1.25)
     else:
@@ -74,7 +88,7 @@ def packed_loss(
             clip_high=0.28,
             ratio_cap=math.inf if cap is None else cap,
         )
-    return reduced(loss_M, mode)
+    return reduced(loss_M, mode, horizon)
 
 
 TRL_CASES = [
@@ -86,6 +100,9 @@ TRL_CASES = [
     ("grpo", "ppo", "sequence", "seq-mean-token-mean", 1.3),
     ("cispo", "cispo", "token", "token-mean", 1.2),
     ("sapo", "sapo", "token", "seq-mean-token-mean", None),
+    ("vespo", "vespo", "token", "token-mean", None),
+    ("gmpo", "gmpo", "token", "seq-mean-token-mean", None),
+    ("luspo", "ppo", "sequence", "seq-mean-token-sum-norm", None),
 ]
 
 
@@ -96,7 +113,7 @@ def test_value_and_gradient_equal_trl(
 ):
     new, old = case(seed)
     mine, theirs = new.clone().requires_grad_(), new.clone().requires_grad_()
-    loss = packed_loss(mine, old, kind=kind, level=level, mode=mode, cap=cap)
+    loss = packed_loss(mine, old, kind=kind, level=level, mode=mode, cap=cap, horizon=1 if loss_type == "luspo" else 7)
     options = {"epsilon_high": cap} if kind == "cispo" else {"epsilon_high": 0.28, "delta": cap}
     expected = grpo_trainer_loss(
         theirs,
@@ -194,6 +211,48 @@ def test_cispo_keeps_the_gradient_of_every_token_where_ppo_cuts_it():
     assert gradient_of(kept.sum(), logp).tolist() == pytest.approx([-1.2])
     cut, _ = clipped_surrogate(logp, anchor, advantage, clip_low=0.2, clip_high=0.2)
     assert gradient_of(cut.sum(), logp).tolist() == [0.0]
+
+
+def test_a_weight_of_sequences_is_one_at_one_and_highest_where_power_meets_decay():
+    ratio = torch.tensor([1.0, 1.5, 0.2, 4.0], dtype=torch.float64)
+    lengths, logp = torch.ones(4, dtype=torch.long), torch.full((4,), -1.0, dtype=torch.float64)
+    for sign, (power, decay) in ((1.0, (2.0, 3.0)), (-1.0, (3.0, 2.0))):
+        loss, weight = gamma_weighted_loss(
+            ratio.log(), logp, sign * torch.ones(4).double(), lengths, positive=(2.0, 3.0), negative=(3.0, 2.0)
+        )
+        torch.testing.assert_close(weight, ratio**power * (decay * (1 - ratio)).exp())
+        torch.testing.assert_close(loss, sign * weight)
+        best = torch.tensor([power / decay * factor for factor in (0.99, 1.0, 1.01)], dtype=torch.float64)
+        _, around = gamma_weighted_loss(
+            best.log(), logp[:3], sign * torch.ones(3).double(), lengths[:3], positive=(2.0, 3.0), negative=(3.0, 2.0)
+        )
+        assert float(around[1]) > float(around[0]) and float(around[1]) > float(around[2])
+
+
+def test_a_quadratic_penalty_pulls_as_much_as_the_advantage_at_their_quotient():
+    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    advantage, beta = torch.tensor([0.5, -0.25], dtype=torch.float64), 0.5
+    anchor = logp.detach() - advantage / beta
+    loss, penalty = quadratic_penalty_loss(logp - anchor, logp, advantage, beta=beta)
+    torch.testing.assert_close(loss, -advantage * logp + beta / 2 * (advantage / beta).square())
+    torch.testing.assert_close(penalty, beta / 2 * (advantage / beta).square())
+    torch.testing.assert_close(gradient_of(loss.sum(), logp), torch.zeros(2, dtype=torch.float64))
+
+
+def test_a_token_that_is_clipped_leaves_the_mean_of_its_sequence_to_the_others():
+    log_ratio = torch.tensor([0.9, 0.1, -0.9, -0.1], dtype=torch.float64, requires_grad=True)
+    lengths, advantage = torch.tensor([2, 2]), torch.tensor([2.0, 2.0, -1.0, -1.0], dtype=torch.float64)
+    loss, measured = geometric_mean_loss(log_ratio, advantage, lengths, clip_low=0.4, clip_high=0.4)
+    good, bad = math.exp((0.4 + 0.1) / 2), math.exp((-0.4 - 0.1) / 2)
+    torch.testing.assert_close(loss.detach(), torch.tensor([-2 * good, -2 * good, bad, bad], dtype=torch.float64))
+    assert measured["clipped_high"].tolist() == [1, 0, 0, 0] and measured["clipped_low"].tolist() == [0, 0, 1, 0]
+    gradient = gradient_of(reduced_pairs(loss), log_ratio)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -good, 0.0, bad / 2], dtype=torch.float64) / 2)
+
+
+def reduced_pairs(loss_M: Tensor) -> Tensor:
+    """Mean over two sequences of two tokens."""
+    return loss_M.view(2, 2).mean(1).mean()
 
 
 def test_the_gate_of_sapo_is_open_at_one_and_closes_on_both_sides():

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from unirl.algorithms.ar_cispo import ARCISPO
 from unirl.algorithms.ar_dppo import ARDPPO
+from unirl.algorithms.ar_dro import ARDRO
 from unirl.algorithms.ar_drpo import ARDRPO
+from unirl.algorithms.ar_gmpo import ARGMPO
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.ar_ppo import ARPPO
 from unirl.algorithms.ar_sapo import ARSAPO
+from unirl.algorithms.ar_vespo import ARVESPO
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.critic import TokenCritic
 from unirl.algorithms.rollout_correction import RolloutCorrection
@@ -333,6 +336,9 @@ CASES: dict[str, dict[str, Any]] = {
     "m2po": {"kind": ARGRPO, "rollout_correction": RolloutCorrection(upper=None, m2_threshold=2e-2), "displaced": 0.1},
     "cispo": {"kind": ARCISPO, "ratio_max": 1.2},
     "sapo": {"kind": ARSAPO, "temperature_negative": 2.0},
+    "gmpo": {"kind": ARGMPO, "loss_agg_mode": "seq-mean-token-mean"},
+    "vespo": {"kind": ARVESPO},
+    "dro": {"kind": ARDRO, "beta": 0.3},
     "dppo": {"kind": ARDPPO, "threshold": 0.05},
     "drpo": {"kind": ARDRPO, "old_logp_source": "rollout"},
     "ppo": {"kind": ARPPO, "critic_seed": 5, "kl_coef": 0.1, "keep_reference": True, "kl_in_reward": True},

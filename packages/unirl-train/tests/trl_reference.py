@@ -37,6 +37,9 @@ def _functions(file: str, names: set[str]) -> dict[str, Any]:
 HELPERS = _functions("utils.py", {"nanmin", "nanmax"})
 COMPUTE_LOSS = _functions("grpo_trainer.py", {"_compute_loss"})["_compute_loss"]
 COMPUTE_LOSS.__globals__.update(HELPERS)
+GAMMA_WEIGHTS = _functions("grpo_trainer.py", {"get_gamma_weights"})["get_gamma_weights"]
+GMPO_LOSS = _functions("../experimental/gmpo/gmpo_trainer.py", {"_compute_loss"})["_compute_loss"]
+GMPO_LOSS.__globals__.update(HELPERS)
 
 
 def _branches_on(attribute: str, file: str) -> ast.If:
@@ -97,7 +100,12 @@ def grpo_trainer_loss(
             steps_per_generation=1,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.25,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
         ),
+        get_gamma_weights=GAMMA_WEIGHTS,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         use_vllm="ratio" in given,
@@ -122,4 +130,4 @@ def grpo_trainer_loss(
         "ref_per_token_logps": given.get("reference"),
         "importance_sampling_ratio": given.get("ratio"),
     }
-    return COMPUTE_LOSS(trainer, None, inputs)
+    return (GMPO_LOSS if loss_type == "gmpo" else COMPUTE_LOSS)(trainer, None, inputs)

@@ -3,7 +3,8 @@
 They differ in what the recipe sets: GRPO (arXiv 2402.03300; loss_agg_mode: seq-mean-token-mean), Dr. GRPO (arXiv
 2503.20783; seq-mean-token-sum-norm, advantages.preset: dr_grpo), DAPO (arXiv 2503.14476; token-mean, clip_range_high,
 selection.dynamic_sampling), GSPO (arXiv 2507.18071; importance_level: sequence), RLOO (arXiv 2402.14740;
-advantages.preset: rloo), REINFORCE++ (arXiv 2501.03262; advantages.preset: reinforce_pp).
+advantages.preset: rloo), LUSPO (arXiv 2602.05261; GSPO with losses summed over tokens), MaxRL (arXiv 2602.02710;
+advantages.preset: maxrl), REINFORCE++ (arXiv 2501.03262; advantages.preset: reinforce_pp).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ Losses are a value per token, not reduced: the loss of an update is sum(weight_M
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -109,6 +110,68 @@ def soft_gate_loss(
     tau_M = torch.where(advantage_M > 0, positive, negative)
     p_M = torch.sigmoid(tau_M * (bounded_ratio(log_ratio_M) - 1))
     return -4 / tau_M * p_M * advantage_M, (4 * p_M * (1 - p_M)).detach()
+
+
+def geometric_mean_loss(
+    log_ratio_M: Tensor, advantage_M: Tensor, lengths_B: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A exp(mean over the sequence of c), the same for all of its tokens, [M], to be minimised.
+
+        c = min(log r, clip_high) for A > 0,  max(log r, -clip_low) otherwise
+
+    Returns the loss and which tokens are clipped above and below, [M].
+    Source: Zhao et al. 2025 (arXiv 2507.20673), GMPO.
+    """
+    same_shape(log_ratio_M=log_ratio_M, advantage_M=advantage_M)
+    is_good_M = advantage_M > 0
+    clipped_M = torch.where(is_good_M, log_ratio_M.clamp(max=clip_high), log_ratio_M.clamp(min=-clip_low))
+    mean_M = sequence_mean(clipped_M, lengths_B)[sequence_index(lengths_B)]
+    high_M, low_M = is_good_M & (log_ratio_M > clip_high), ~is_good_M & (log_ratio_M < -clip_low)
+    return -bounded_ratio(mean_M) * advantage_M, {"clipped_high": high_M.float(), "clipped_low": low_M.float()}
+
+
+MIN_SEQUENCE_RATIO = 1e-8
+"""Least ratio of a sequence in `gamma_weighted_loss`, the paper's."""
+
+
+def gamma_weighted_loss(
+    log_ratio_M: Tensor,
+    logp_M: Tensor,
+    advantage_M: Tensor,
+    lengths_B: Tensor,
+    *,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """-sg(phi(w)) A log p, [M], to be minimised, with w the ratio of the whole sequence, the product of its tokens'.
+
+        phi(w) = w^k exp(lambda (1 - w)),  1 at w = 1, highest at w = k / lambda
+
+    positive, negative: (k, lambda) for A >= 0 and A < 0. Returns the loss and the detached weights [M].
+    Source: arXiv 2602.10693, VESPO.
+    """
+    same_shape(log_ratio_M=log_ratio_M, logp_M=logp_M, advantage_M=advantage_M)
+    total_B = sequence_sum(log_ratio_M.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), lengths_B)
+    log_w_M = total_B.clamp(math.log(MIN_SEQUENCE_RATIO), MAX_LOG_RATIO)[sequence_index(lengths_B)]
+    is_good_M = advantage_M >= 0
+    power_M, decay_M = (
+        torch.where(is_good_M, log_w_M.new_tensor(good), log_w_M.new_tensor(bad))
+        for good, bad in zip(positive, negative, strict=True)
+    )
+    weight_M = (decay_M + power_M * log_w_M - decay_M * log_w_M.exp()).exp()
+    return -weight_M * advantage_M * logp_M, weight_M
+
+
+def quadratic_penalty_loss(
+    log_ratio_M: Tensor, logp_M: Tensor, advantage_M: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """-A log p + beta / 2 (log r)^2, [M], to be minimised, and the detached penalty [M].
+
+    Source: Richemond et al. 2024 (arXiv 2405.19107), DRO, as Kimi k1.5 (arXiv 2501.12599) takes it.
+    """
+    same_shape(log_ratio_M=log_ratio_M, logp_M=logp_M, advantage_M=advantage_M)
+    penalty_M = beta / 2 * log_ratio_M.square()
+    return penalty_M - advantage_M * logp_M, penalty_M.detach()
 
 
 def binary_divergence(logp_M: Tensor, anchor_M: Tensor, *, kind: Divergence) -> Tensor:

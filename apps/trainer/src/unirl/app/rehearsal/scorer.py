@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unirl.reward.base import LocalScorer
-from unirl.sde.noise import keyed_normal
+from unirl.sde.noise import keyed_uniform
 from unirl.types.bounds import NonNegative, PositiveInt
 from unirl.types.reward import RewardRequest
 
@@ -42,7 +42,7 @@ class DrawnScorer(LocalScorer):
 
     def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
         """Normal numbers [b]."""
-        drawn = keyed_normal([f"{self.name}/{key}" for key in request.sample_ids], 0, ())
+        drawn = keyed_uniform([f"{self.name}/{key}" for key in request.sample_ids], 0, ())
         return {key: drawn for key in self.component_weights} if self.component_weights else drawn
 
     def score_batch_with_gradient(self, request: RewardRequest) -> Tensor:
