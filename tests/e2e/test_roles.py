@@ -6,6 +6,7 @@ import pytest
 
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.reward.service import RewardService
+from unirl.rollout.engine.replica.text import ReplicaTextEngine
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint.checkpointer import Checkpointer
@@ -15,6 +16,7 @@ from unirl.types.roles import remote_method
 
 PLAYED_BY: dict[type, type] = {
     roles.DiffusionEngineRole: TrainsideRolloutEngine,
+    roles.ResumingEngineRole: ReplicaTextEngine,
     roles.RewardRole: RewardService,
     roles.BackendRole: FSDPBackend,
     roles.StackRole: TrainStack,

@@ -25,7 +25,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.request import unique_ids
-from unirl.trainer.roles import EngineRole, RewardRole, StackRole
+from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
 from unirl.types.errors import ConfigError, RewardError
@@ -196,8 +196,9 @@ class Collector(Generic[ParamsT]):
         with self.engine_in_use if req.number is None else nullcontext(), self._clock.phase("rollout"):
             if begun is None:
                 return self._landed(self._engine.generate(req, policy=self.rollout_policy))
+            engine = self._runtime.role("engine", ResumingEngineRole)
             with begun:
-                return self._landed(self._engine.generate(req, policy=self.rollout_policy, begun=begun))
+                return self._landed(engine.generate(req, policy=self.rollout_policy, begun=begun))
 
     def cut_short(self) -> None:
         """Have the engine end early what it generates in other threads: `made` returns what there is."""

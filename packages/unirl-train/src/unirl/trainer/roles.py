@@ -23,9 +23,8 @@ from unirl.types.training import OFFLOADABLE, Offloadable
 class EngineRole(Protocol):
     """An engine (unirl.types.protocols.engines.RolloutEngine)."""
 
-    def generate(self, req: RolloutReq, policy: Copies = None, **begun: Held) -> Held:
-        """Samples of a request, held by the workers that made them. begun: what an earlier call made of it, for engines
-        that continue that."""
+    def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
+        """Samples of a request, held by the workers that made them."""
         ...
 
     def abort(self) -> None:
@@ -42,6 +41,14 @@ class EngineRole(Protocol):
 
     def wake_up(self) -> None:
         """Restore device memory, to generate again."""
+        ...
+
+
+class ResumingEngineRole(EngineRole, Protocol):
+    """An engine that continues what `abort` ended early (unirl.types.protocols.engines.ResumingEngine)."""
+
+    def generate(self, req: RolloutReq, policy: Copies = None, begun: Held | None = None) -> Held:
+        """As EngineRole. begun: what an earlier call made of the same request."""
         ...
 
 
