@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from looking_environments import Camera, Darkroom, Undeclared
-from test_turns import PARAMS, SAYS, STOP, ScriptedEngine, TalkingCodec, rows
 from text_fakes import request
+from turn_fakes import PARAMS, SAYS, STOP, ScriptedEngine, TalkingCodec, rows
 
 from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.tools.calculator import Calculator

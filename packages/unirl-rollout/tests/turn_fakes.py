@@ -1,0 +1,79 @@
+"""What tests of turns share: a codec of talks, and an engine that writes what a script says."""
+
+import torch
+from text_fakes import NumberCodec
+
+from unirl.rollout.text_checks import prompt_conditions
+from unirl.types.conditions import Bridge
+from unirl.types.rollout import RolloutResp
+from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus, TextSegment
+
+STOP, SAYS = 9, 8
+Script = dict[tuple[int, ...], list[int]]
+"""What is read -> what is written."""
+PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=3, seed=5)
+
+
+class TalkingCodec(NumberCodec):
+    """A message is its numbers behind an 8; a turn of the model follows at once."""
+
+    context_length = 40
+    reads_images_in_turns = False
+    media_tokens: frozenset[int] = frozenset()
+    vocabulary = {"<tool_call>": 6, "</tool_call>": 7}
+
+    def __init__(self):
+        self.tools = None
+
+    def bridge(self, messages):
+        return Bridge([token for message in messages for token in (SAYS, *map(int, message.content.split()))])
+
+    def text_of(self, tokens):
+        return " ".join(map(str, tokens))
+
+    def offer_tools(self, schemas):
+        self.tools = schemas
+
+
+class ScriptedEngine:
+    """Writes what a script has for what it reads; notes every request."""
+
+    def __init__(self, codec, script):
+        self.codec, self.script, self.asked = codec, script, []
+
+    def generate(self, req, policy=None):
+        self.asked.append(req)
+        conditions = prompt_conditions(req, self.codec)
+        written = [self.script[tuple(row.tolist())] for row in conditions["prompt"].unpack("tokens")]
+        ends = [SegmentStatus.COMPLETED if row[-1] == STOP else SegmentStatus.TRUNCATED for row in written]
+        segment = TextSegment.pack(
+            tokens=[torch.tensor(row) for row in written],
+            log_probs=[-torch.arange(1.0, len(row) + 1) for row in written],
+            status=torch.tensor(ends),
+            params=req.sampling_params,
+        )
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self.codec.decode(segment))
+        return RolloutResp(tracks={"text": track.replace(policy_versions=torch.full((req.batch_size,), 4))})
+
+    def check_prompts(self, req):
+        self.codec.encode(req.primitives, req.sampling_params)
+
+    def announce_to(self, listener):
+        """Never called: turns announce whole episodes."""
+
+    def abort(self):
+        """Nothing runs."""
+
+    def sleep(self):
+        """Nothing to free."""
+
+    def wake_up(self):
+        """Nothing to load."""
+
+    def shutdown(self):
+        """Nothing to stop."""
+
+
+def rows(track, name):
+    return [row.tolist() for row in track.segment.unpack(name)]
