@@ -192,7 +192,8 @@ def test_a_folder_as_lerobot_publishes_it_loads_and_keeps_its_configuration(tmp_
         made_of.update(given)
         return small
 
-    monkeypatch.setattr(transformers, "PI0Config", sizes)
+    # The module that the bundle has, which is another one where a test has imported transformers anew.
+    monkeypatch.setattr(PI0Bundle._configuration.__globals__["transformers"], "PI0Config", sizes)
     pipeline = made(folder, tokenizer=str(folder / "words"))
     assert made_of == {"chunk_size": 4, "max_state_dim": 8, "max_action_dim": 6}
     assert pipeline.draw(seen(pipeline), FLOW, noise_keys=["a", "b", "c"]).moves.shape == (N, H, D)

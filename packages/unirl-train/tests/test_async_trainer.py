@@ -392,7 +392,12 @@ def test_what_is_stuck_is_named_with_its_stack(tmp_path: Path, monkeypatch: Any,
 
 
 def test_a_part_that_waits_nearly_always_is_an_alarm_that_stops_no_run(tmp_path: Path):
-    watching = GuardrailConfig(action="stop", patience=1, warmup=3, window=3, grad_norm_factor=1e9, reward_drop=1e9)
+    others = {
+        "grad_norm_factor": 1e9,
+        "reward_drop": 1e9,
+        "logp_gap_factor": 1e9,
+    }  # how old samples are depends on speed
+    watching = GuardrailConfig(action="stop", patience=1, warmup=3, window=3, **others)
     own = Made(tmp_path, 1, num_rollouts=6, guardrails=watching)
     own.part("engine").then = lambda rollout_id: time.sleep(1.0)
     assert own.trainer.run()["is_complete"]
