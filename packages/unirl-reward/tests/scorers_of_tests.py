@@ -50,3 +50,11 @@ class Steered(LocalScorer):
 def frames(videos, prompts, metadata):
     """The number of frames of each video."""
     return [float(len(video)) for video in videos]
+
+
+class Colliding(Uneven):
+    """Calls a component as the sum is called."""
+
+    def __init__(self, *, name):
+        super().__init__(name=name)
+        self.component_weights = {"reward": 1.0}

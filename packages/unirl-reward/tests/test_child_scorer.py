@@ -147,6 +147,7 @@ def test_what_a_scorer_raises_is_raised_here_with_its_trace(steered, tmp_path):
         ("nowhere.Scorer", {}, "scorer = nowhere.Scorer: No module named 'nowhere'. Install it in the environment of"),
         ("scorers_of_tests.Nothing", {}, "has no attribute 'Nothing'"),
         ("scorers_of_tests.Uneven", {"scales": 1}, "unexpected keyword argument 'scales'"),
+        ("scorers_of_tests.Colliding", {}, "has a component called reward, which is what the sum is called"),
         ("pathlib.Path", {}, "makes a PosixPath, which has no `name` and `score`"),
     ],
 )

@@ -18,10 +18,10 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before the import
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from unirl.reward.wire import WireSample, decode_binary, encode_binary
+from unirl.reward.wire import UNLIMITED, WireSample, decode_binary, encode_binary
 from unirl.reward_server.replica import Found, ReplicaDied, ReplicaFailed, told_to_worker, worker_command
 from unirl.reward_server.settings import ClusterSettings, RewardSettings
-from unirl.reward_server.worker import UNLIMITED, Judge, prepared
+from unirl.reward_server.worker import Judge, prepared
 from unirl.types.errors import ConfigError, as_sentence
 
 

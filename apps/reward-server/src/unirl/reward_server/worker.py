@@ -8,8 +8,6 @@ N is the replica's end of a socket pair. This module imports no web server: the 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -21,35 +19,25 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from unirl.reward import construction
 from unirl.reward.base import LocalScorer
 from unirl.reward.service import RewardService
-from unirl.reward.wire import Limits, WireSample, decode_binary, request_of, sub_metrics
+from unirl.reward.wire import UNLIMITED, WireSample, decode_binary, request_of, sub_metrics
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.logs import start_logging
 from unirl.reward_server.memory import give_back_memory, keep_freed_memory
 from unirl.types.device_kinds import ACCELERATOR
 from unirl.types.devices import accelerator
-from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
+from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
 logger = logging.getLogger(__name__)
-
-UNLIMITED = Limits(
-    max_samples=2**31,
-    max_pixels=2**40,
-    max_frames=2**31,
-    max_media_bytes=2**50,
-    max_video_bytes=2**50,
-    max_text_chars=2**40,
-    max_json_nodes=2**40,
-)
-"""The server has checked its clients' bodies; what it passes on is not checked twice."""
 
 _MAX_LOGGED_CHARS = 300
 
@@ -105,28 +93,9 @@ def _accelerator() -> str:
     return kind.name
 
 
-def built(target: str, params: Any, device: str) -> Scorer:  # Any: values of a configuration file
-    """The scorer. device goes to constructors that take one, unless params say it.
-
-    Raises ConfigError naming the class for keywords that it, or a base that it hands them on to, does not take.
-    """
-    keywords = {str(key): _with_targets(value, f"params.{key}") for key, value in params.items()}
-    cls = _imported(target)
-    try:
-        if "device" in inspect.signature(cls).parameters:
-            keywords.setdefault("device", device)
-        inspect.signature(cls).bind(**keywords)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"scorer {target}: {error}") from error
-    try:
-        scorer = cls(**keywords)
-    except TypeError as error:
-        raise ConfigError(f"scorer {target}: {error}") from error
-    if not isinstance(scorer, Scorer):
-        raise ConfigError(f"scorer {target} is a {type(scorer).__name__}, which has no score(request)")
-    if isinstance(scorer, LocalScorer) and "reward" in scorer.component_weights:
-        raise ConfigError(f"scorer {target} has a component called reward, which is what the sum is called. Rename it.")
-    return scorer
+def built(target: str, params: Mapping[str, Any], device: str) -> Scorer:  # Any: values of a configuration file
+    """The scorer, see `construction.built`."""
+    return construction.built(target, params, {"device": device}, shown=f"scorer {target}", environment="this reward")
 
 
 class Judge:
@@ -250,39 +219,6 @@ def _die_of_bugs(done: Any) -> None:  # Any: a future of nothing
     if done.exception() is not None:
         logger.critical("replica ends", exc_info=done.exception())
         os._exit(1)
-
-
-def _imported(target: str) -> Any:  # Any: whatever stands at a dotted path
-    module, _, name = target.rpartition(".")
-    try:
-        owner = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"scorer {target}: {as_sentence(error)} Install it in the environment of this reward."
-        ) from error
-    if not hasattr(owner, name):
-        raise ConfigError(f"scorer {target}: module {module} has no {name}")
-    found = vars(owner)[name]
-    if not callable(found):
-        raise ConfigError(f"scorer {target} is a {type(found).__name__}, which cannot be called")
-    return cast("Any", found)
-
-
-def _with_targets(node: Any, where: str) -> Any:  # Any: values of a configuration file
-    """`node` with every mapping that has a `_target_` replaced by the object it describes."""
-    if isinstance(node, list):
-        return [_with_targets(item, f"{where}[{i}]") for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    ready = {str(key): _with_targets(value, f"{where}.{key}") for key, value in node.items() if key != "_target_"}
-    if "_target_" not in node:
-        return ready
-    target = _imported(str(node["_target_"]))
-    try:
-        inspect.signature(target).bind(**ready)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}, _target_ {node['_target_']}: {error}") from error
-    return target(**ready)
 
 
 if __name__ == "__main__":

@@ -5,45 +5,30 @@ Ends when the pipe closes, also in the middle of a request: the trainer may have
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import queue
 import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.child.messages import DONE, FAILED, LIMITS, Failure, Start
-from unirl.reward.wire import SampleAnswer, batch_key, decode_binary, encode_answer, request_of, sub_metrics
+from unirl.reward.child.messages import DONE, FAILED, Failure, Start
+from unirl.reward.construction import built
+from unirl.reward.wire import UNLIMITED, SampleAnswer, batch_key, decode_binary, encode_answer, request_of, sub_metrics
 from unirl.types.batch import rows_by
-from unirl.types.errors import ConfigError, as_sentence
 from unirl.types.protocols.rewards import Scorer
 
 
 def made(start: Start) -> Scorer:
-    """The scorer. Raises ConfigError if there is no such class, or it is none of a scorer."""
-    module, _, attribute = start.scorer.rpartition(".")
-    try:
-        scorer_class: Any = getattr(importlib.import_module(module), attribute)  # Any: a class of the user's
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"scorer = {start.scorer}: {as_sentence(error)} Install it in the environment of {sys.executable}, or put "
-            "its folder on PYTHONPATH."
-        ) from error
+    """The scorer. Raises what `unirl.reward.construction.built` raises."""
     offered = {"name": start.name, "device": start.device}
-    taken = inspect.signature(scorer_class).parameters
-    scorer = scorer_class(**{key: value for key, value in offered.items() if key in taken}, **start.arguments)
-    if not isinstance(scorer, Scorer):
-        raise ConfigError(f"scorer = {start.scorer} makes a {type(scorer).__name__}, which has no `name` and `score`")
-    return scorer
+    return built(start.scorer, start.arguments, offered, shown=f"scorer = {start.scorer}", environment=sys.executable)
 
 
 def answered(scorer: Scorer, name: str, body: bytes) -> bytes:
     """The answer to a request, as a reward server would give it."""
-    call = decode_binary(body, LIMITS)
+    call = decode_binary(body, UNLIMITED)
     answers = [SampleAnswer() for _ in call.samples]
     for rows in rows_by(batch_key(sample) for sample in call.samples).values():
         request = request_of([call.samples[row] for row in rows])

@@ -12,19 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from unirl.reward.wire import Limits
-
 DONE, FAILED = b"\x01", b"\x00"
-LIMITS = Limits(
-    max_samples=2**40,
-    max_pixels=2**40,
-    max_frames=2**40,
-    max_media_bytes=2**60,
-    max_video_bytes=2**60,
-    max_text_chars=2**40,
-    max_json_nodes=2**40,
-)
-"""None: both sides belong to one run."""
 
 
 @dataclass(frozen=True)

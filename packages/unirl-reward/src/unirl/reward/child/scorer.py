@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.reward.child.messages import FAILED, LIMITS, Failure, Start
-from unirl.reward.wire import decode_answer, encode_binary, samples_of
+from unirl.reward.child.messages import FAILED, Failure, Start
+from unirl.reward.wire import UNLIMITED, decode_answer, encode_binary, samples_of
 from unirl.types import errors
 from unirl.types.bounds import Positive, bounded
 from unirl.types.errors import ConfigError, RewardError, UniRLError, WorkerError
@@ -93,7 +93,7 @@ class ChildScorer:
             raise RewardError(f"scorer {self.name} is closed")
         with self._asking:
             answer = self._answer(body)
-        return decode_answer(answer, request.sample_ids, [self.name], LIMITS)[self.name]
+        return decode_answer(answer, request.sample_ids, [self.name], UNLIMITED)[self.name]
 
     def close(self) -> None:
         """End the process. Safe to call twice."""

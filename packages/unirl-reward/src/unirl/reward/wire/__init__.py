@@ -4,6 +4,7 @@ from unirl.reward.wire.answer import OWN_REWARD, SampleAnswer, decode_answer, en
 from unirl.reward.wire.binary_body import BINARY_TYPE, decode_binary, encode_binary
 from unirl.reward.wire.json_body import JSON_TYPE, decode_json, encode_json
 from unirl.reward.wire.samples import (
+    UNLIMITED,
     Kind,
     Limits,
     Pixels,
@@ -19,6 +20,7 @@ __all__ = [
     "BINARY_TYPE",
     "JSON_TYPE",
     "OWN_REWARD",
+    "UNLIMITED",
     "Kind",
     "Limits",
     "Pixels",

@@ -50,6 +50,18 @@ class Limits:
     """Values of one JSON document, about; bounds what parsing it allocates."""
 
 
+UNLIMITED = Limits(
+    max_samples=2**31,
+    max_pixels=2**40,
+    max_frames=2**31,
+    max_media_bytes=2**50,
+    max_video_bytes=2**50,
+    max_text_chars=2**40,
+    max_json_nodes=2**40,
+)
+"""For bodies of a side that is trusted, or that another has checked."""
+
+
 @dataclass(frozen=True, eq=False)
 class WireSample:
     """One generated sample with what it was made from."""
