@@ -120,6 +120,26 @@ def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_former(tmp_path: P
     assert "rng-00000.safetensors" not in found and MANIFEST in found
 
 
+def test_a_checkpoint_that_went_before_it_was_copied_is_no_failure(tmp_path: Path, url: str, monkeypatch: Any):
+    saved_run(tmp_path / "run", 2)
+    older, newer = finished_in(tmp_path / "run")
+    mirror = Mirror(url)
+    put = mirror.put
+
+    def losing(path: Path) -> None:
+        if path == older:
+            shutil.rmtree(older)
+        put(path)
+
+    monkeypatch.setattr(mirror, "put", losing)
+    # Stores of objects have no folders that could be empty.
+    monkeypatch.setattr(mirror._store, "makedirs", lambda path, exist_ok: None)
+    copying = Copying(mirror, tmp_path / "run")
+    copying.begin()
+    copying.wait()
+    assert mirror.finished() == [newer.name]
+
+
 def test_kinds_of_urls_that_cannot_be_used_say_why():
     with pytest.raises(ConfigError, match=r"save.mirror = nothing://a cannot be used: Protocol not known: nothing"):
         Mirror("nothing://a")

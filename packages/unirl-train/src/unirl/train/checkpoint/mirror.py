@@ -52,10 +52,11 @@ class Mirror:
             self._store.put_file(str(path), to)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint, of which there may be a part or nothing."""
         if self._store.exists(self._at(name, MANIFEST)):
             self._store.rm_file(self._at(name, MANIFEST))
-        self._store.rm(self._at(name), recursive=True)
+        if self._store.exists(self._at(name)):
+            self._store.rm(self._at(name), recursive=True)
 
     def keep(self, names: Collection[str]) -> None:
         """Remove finished checkpoints of other names."""
