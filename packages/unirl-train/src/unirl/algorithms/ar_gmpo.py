@@ -5,7 +5,7 @@ Source: Zhao et al. 2025 (arXiv 2507.20673).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import geometric_mean_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
 from unirl.types.bounds import Positive, bounded
-from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import AutoregressivePipeline
 from unirl.types.protocols.training import PolicyStore
 
@@ -28,6 +27,8 @@ class ARGMPO(TokenAlgorithm):
     Raises ConfigError for another `importance_level` than token: it takes the mean itself.
     """
 
+    reduces_ratios: ClassVar[bool] = True
+
     def __init__(
         self,
         pipeline: AutoregressivePipeline,
@@ -38,7 +39,6 @@ class ARGMPO(TokenAlgorithm):
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        require_token_level(self)
         self.clip_low = clip_log_ratio
         self.clip_high = clip_log_ratio if clip_log_ratio_high is None else clip_log_ratio_high
 
@@ -51,12 +51,3 @@ class ARGMPO(TokenAlgorithm):
         metrics.mean("policy/clipfrac_high", measured["clipped_high"])
         metrics.mean("policy/clipfrac_low", measured["clipped_low"])
         return loss_M, metrics
-
-
-def require_token_level(algorithm: TokenAlgorithm) -> None:
-    """Raise ConfigError if an algorithm that reduces ratios of tokens itself is given those of sequences."""
-    if algorithm.importance_level != "token":
-        raise ConfigError(
-            f"algorithm.importance_level = {algorithm.importance_level!r}, but {type(algorithm).__name__} reduces the "
-            "ratios of tokens itself. Set importance_level: token."
-        )

@@ -5,11 +5,10 @@ Source: arXiv 2602.10693; the form is TRL's (`loss_type: vespo`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unirl.algorithms.ar_gmpo import require_token_level
 from unirl.algorithms.base import RowMetrics
 from unirl.algorithms.token_losses import gamma_weighted_loss
 from unirl.algorithms.tokens import TokenAlgorithm, TokenRows
@@ -28,6 +27,8 @@ class ARVESPO(TokenAlgorithm):
     Everything else: see `TokenAlgorithm`. Raises ConfigError for another `importance_level` than token.
     """
 
+    reduces_ratios: ClassVar[bool] = True
+
     def __init__(
         self,
         pipeline: AutoregressivePipeline,
@@ -40,7 +41,6 @@ class ARVESPO(TokenAlgorithm):
         **options: Any,  # Any: the keywords of TokenAlgorithm
     ) -> None:
         super().__init__(pipeline, policies, **options)
-        require_token_level(self)
         self.positive = (power_positive, decay_positive)
         self.negative = (power_negative, decay_negative)
 

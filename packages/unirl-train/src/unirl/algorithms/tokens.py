@@ -100,6 +100,8 @@ class TokenAlgorithm(RatioAlgorithm):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.token_rules"
     trains_tokens: ClassVar[bool] = True
+    reduces_ratios: ClassVar[bool] = False
+    """True if the surrogate reduces the ratios of tokens itself, so that `importance_level` must be token."""
     penalises_reward: bool = False
     """True if the penalty towards the reference goes into a reward per token instead of the loss."""
 
@@ -125,6 +127,11 @@ class TokenAlgorithm(RatioAlgorithm):
             raise ConfigError(
                 f"algorithm.horizon = {horizon} with algorithm.loss_agg_mode = {loss_agg_mode}: the constant length "
                 "(at least 1 token, usually sampling.max_new_tokens) belongs to seq-mean-token-sum-norm alone."
+            )
+        if self.reduces_ratios and importance_level != "token":
+            raise ConfigError(
+                f"algorithm.importance_level = {importance_level!r}, but {type(self).__name__} reduces the ratios of "
+                "tokens itself. Set importance_level: token."
             )
         if kl_estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"algorithm.kl_estimator = {kl_estimator!r}: tokens have k1, k2 and k3")
