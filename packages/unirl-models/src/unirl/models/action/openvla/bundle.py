@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.models.action.openvla.configuration import OpenVLAShape
 from unirl.models.action.openvla.network import OpenVLANetwork
 from unirl.models.action.robot import Robot
-from unirl.models.bundle import Bundle
+from unirl.models.action.robot_bundle import WEIGHT_FILES, RobotBundle
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.construction import UnfilledOnMeta, with_parameters_on_meta
 from unirl.models.extras import from_extra
@@ -29,7 +29,6 @@ with from_extra("transformers"):
     from transformers.initialization import no_init_weights
 
 STEM = "model"
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 PREPROCESSOR = "preprocessor_config.json"
 MEANS = ((0.484375, 0.455078125, 0.40625), (0.5, 0.5, 0.5))
 STDS = ((0.228515625, 0.2236328125, 0.224609375), (0.5, 0.5, 0.5))
@@ -37,7 +36,7 @@ STDS = ((0.228515625, 0.2236328125, 0.224609375), (0.5, 0.5, 0.5))
 
 
 @bounded("bundle")
-class OpenVLABundle(Bundle):
+class OpenVLABundle(RobotBundle):
     """OpenVLA (2406.09246) with the parallel decoding of OFT (2502.19645), in the layout of the released folders.
 
     pretrained_model: a folder or hub id, such as openvla/openvla-7b fine-tuned by OFT with discrete actions.
@@ -50,11 +49,7 @@ class OpenVLABundle(Bundle):
     robot does not fit it; CheckpointError for weights that do not fit.
     """
 
-    recipe_rules: ClassVar[str] = "unirl.models.action.large_rules"
-    index_file: ClassVar[str] = CONFIG_FILE
-    component: ClassVar[str] = "policy"
     block_class_names: tuple[str, ...] = ("LlamaDecoderLayer", "TowerBlock")
-    lora_target_modules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -81,28 +76,7 @@ class OpenVLABundle(Bundle):
         self.network = self._load(dtype_named(dtype, "dtype"))
         self.network.vision_backbone.requires_grad_(not freeze_vision)
 
-    # What the pipeline asks ------------------------------------------------------------------------------------------
-
-    @property
-    def chunk_shape(self) -> tuple[int, int]:
-        """Moves that are executed of a chunk, and numbers of a move."""
-        return self.robot.chunk, self.robot.action_size
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """[C, H, W] of the environment's images."""
-        return self.robot.image_shape
-
-    @property
-    def state_size(self) -> None:
-        """None: it reads no states."""
-        return
-
     # What training asks ----------------------------------------------------------------------------------------------
-
-    def trainable_modules(self) -> dict[str, nn.Module]:
-        """The whole model, of which the towers may be frozen."""
-        return {self.component: self.network}
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write a folder that `pretrained_model` takes, and OpenVLA's own code, with what is not trained copied.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unirl.models.action.pi0.network import PI0Network
 from unirl.models.action.robot import Robot
-from unirl.models.bundle import Bundle
+from unirl.models.action.robot_bundle import WEIGHT_FILES, RobotBundle
 from unirl.models.causal_lm.construction import from_configuration
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.extras import from_extra
-from unirl.models.loading import CONFIG_FILE, open_model_folder
+from unirl.models.loading import open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import has_values
@@ -28,7 +28,6 @@ with from_extra("transformers"):
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 WEIGHTS_FILE = "model.safetensors"
 PREFIX = "policy."
 """Beginning of the names of what trains, before those of transformers."""
@@ -53,7 +52,7 @@ def released_name(name: str) -> str:
 
 
 @bounded("bundle")
-class PI0Bundle(Bundle):
+class PI0Bundle(RobotBundle):
     """pi0 (2410.24164), by transformers' PI0ForConditionalGeneration.
 
     pretrained_model: a folder or hub id, as lerobot publishes it (lerobot/pi0_base) or as transformers saves it.
@@ -66,11 +65,7 @@ class PI0Bundle(Bundle):
     robot does not fit it; CheckpointError for weights that do not fit.
     """
 
-    recipe_rules: ClassVar[str] = "unirl.models.action.large_rules"
-    index_file: ClassVar[str] = CONFIG_FILE
-    component: ClassVar[str] = "policy"
     block_class_names: tuple[str, ...] = ("GemmaDecoderLayer", "SiglipEncoderLayer")
-    lora_target_modules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -110,24 +105,9 @@ class PI0Bundle(Bundle):
     # What the pipeline asks ------------------------------------------------------------------------------------------
 
     @property
-    def chunk_shape(self) -> tuple[int, int]:
-        """Moves that are executed of a chunk, and numbers of a move."""
-        return self.robot.chunk, self.robot.action_size
-
-    @property
     def chain_shape(self) -> tuple[int, int]:
         """Moves and numbers that the expert draws."""
         return self.config.chunk_size, self.config.max_action_dim
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """[C, H, W] of the environment's images."""
-        return self.robot.image_shape
-
-    @property
-    def state_size(self) -> int | None:
-        """Numbers of the environment's states."""
-        return self.robot.state_size
 
     @property
     def image_side(self) -> int:
@@ -135,10 +115,6 @@ class PI0Bundle(Bundle):
         return int(self.config.vlm_config.vision_config.image_size)
 
     # What training asks ----------------------------------------------------------------------------------------------
-
-    def trainable_modules(self) -> dict[str, nn.Module]:
-        """The whole model, of which parts are frozen."""
-        return {self.component: self.network}
 
     def export_merged(self, folder: str, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Write a folder that `pretrained_model` takes, and with it lerobot or transformers, by the released names.
