@@ -301,12 +301,68 @@ def test_swapped_values_reach_the_gathered_weights_of_a_sharded_model():
         backend.close()
 
 
+@pytest.fixture
+def is_always_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 on one device too, as for cpu_offload, which a CPU has not."""
+    for module in ("build", "fsdp"):
+        monkeypatch.setattr(f"unirl.train.backend.{module}.is_sharding", lambda config: True)
+
+
+@pytest.mark.usefixtures("is_always_sharding")
 def test_the_group_of_one_process_ends_with_the_backend():
     backend = make_backend(fsdp=FSDPConfig(param_dtype="bf16"))
     assert torch.distributed.is_initialized()
     backend.close()
     backend.close()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("param_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16])
+def test_mixed_precision_on_one_device_has_the_bits_of_fsdp(
+    mode: str, param_dtype: str, frozen: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Outputs, gradients of several micro-batches, states with copies and averages, weights as engines and files get
+    them; and a state of one is the other's."""
+    found: list[dict[str, torch.Tensor]] = []
+    backends = []
+    for is_sharding in (True, False):
+        for module in ("build", "fsdp"):
+            monkeypatch.setattr(f"unirl.train.backend.{module}.is_sharding", lambda config, value=is_sharding: value)
+        bundle = TinyBundle()
+        bundle.model.to(frozen)
+        fsdp = FSDPConfig(param_dtype=param_dtype)
+        backend = make_backend(bundle, fsdp=fsdp, ema=EMAConfig(decay=0.5, warmup=False), **MODES[mode])
+        assert backend.is_sharded == is_sharding
+        backend.keep_policy("old")
+        for step in range(3):
+            train_step(backend, bundle.model, step)
+        run_backward(backend, bundle.model, 3, num_micros=4)
+        result = {f"grad/{name}": whole(p.grad) for name, p in backend.parameters.items() if p.grad is not None}
+        result |= {"now": outputs(bundle), **{f"state/{name}": t for name, t in snapshot(backend).items()}}
+        for name in ("old", "ema"):
+            with backend.using_policy(name):
+                result[name] = outputs(bundle)
+        for policy in (None, "ema"):
+            result |= {f"{policy}/{name}": tensor.clone() for name, tensor in backend.weight_source.weights(policy)}
+        for shard in backend.weight_source.shards():
+            result[f"shard/{shard.name}"] = shard.rows.clone()
+            assert backend.weight_source.shard_rows()[shard.name][1] == shard.rows.dtype
+        result |= load_merged(backend, bundle, tmp_path / str(is_sharding))
+        found.append(result)
+        backends.append((backend, bundle))
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert tensor.dtype == found[1][name].dtype and torch.equal(tensor, found[1][name]), name
+    assert backends[0][0].architecture() == backends[1][0].architecture()
+    for backend, _ in backends:
+        backend.close()
+
+
+def load_merged(backend: Any, bundle: TinyBundle, folder: Path) -> dict[str, torch.Tensor]:
+    Exporter(backend, bundle).export_merged(str(folder))
+    return {f"file/{name}": tensor for name, tensor in load_file(folder / "transformer.safetensors").items()}
 
 
 def gradients_with(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -493,10 +549,15 @@ class RoutingBundle(TinyBundle):
         self.any_rank = any_rank
 
 
-def test_a_bundle_of_experts_follows_the_ranks_where_it_is_sharded_and_only_there():
-    whole, sharded = RoutingBundle(num_components=2), RoutingBundle(num_components=2)
-    make_backend(whole)
-    assert whole.any_rank is None
+def test_a_bundle_of_experts_that_is_whole_follows_no_ranks():
+    bundle = RoutingBundle(num_components=2)
+    make_backend(bundle)
+    assert bundle.any_rank is None
+
+
+@pytest.mark.usefixtures("is_always_sharding")
+def test_a_bundle_of_experts_follows_the_ranks_where_it_is_sharded():
+    sharded = RoutingBundle(num_components=2)
     backend = make_backend(sharded, fsdp=FSDPConfig(param_dtype="bf16"))
     try:
         assert sharded.any_rank is not None and sharded.any_rank(True) and not sharded.any_rank(False)

@@ -133,7 +133,20 @@ class _Estimate:
             )
             adapters = ADAPTED_LAYERS * sizes.blocks * sizes.experts * 2 * sizes.width * lora["rank"] / GB
             parts["LoRA with Adam"] = self._sharded(adapters * (2 * master + moments + 4 * self.num_copies()))
+        if not self.is_sharding:
+            parts["weights that compute"] = self.rounded()
         return {**parts, **self.frozen()}
+
+    @property
+    def is_sharding(self) -> bool:
+        """True if FSDP gathers what computes."""
+        return self.num_devices > 1 or bool(self.fsdp.get("cpu_offload"))
+
+    def rounded(self) -> float:
+        """Bytes of weights that one device keeps in another dtype than it computes with, adapters left out."""
+        is_full = self.backend.get("lora") is None
+        kept = _BYTES[str(self.fsdp.get("master_dtype", "fp32"))] if is_full else self._dtype_bytes
+        return self.sizes.trained * self._compute_bytes * GB if kept != self._compute_bytes else 0.0
 
     def frozen(self) -> dict[str, float]:
         """What is whole on every device."""
@@ -188,6 +201,8 @@ class _Estimate:
 
     def gathered(self) -> float:
         """Two blocks, one of which is fetched while the other computes."""
+        if not self.is_sharding:
+            return 0.0
         return 2 * self.sizes.trained / self.sizes.experts / self.sizes.blocks * self._compute_bytes * GB
 
     @property

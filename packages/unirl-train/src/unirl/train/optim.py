@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from unirl.train.configs import LrSchedulerConfig
 from unirl.train.shards import local_part
 from unirl.train.small_states import SmallStateAdamW
+from unirl.types.devices import widened
 from unirl.types.errors import ConfigError
 from unirl.types.training import AdamWImplementation, OptimizerConfig
 
@@ -106,10 +107,10 @@ def global_grad_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of all gradients together, float32 scalar, the same on every rank.
 
     Shards are summed over the ranks that share a parameter and counted once for each replica. Squares are summed in
-    float64, where float32 gradients cannot overflow.
+    float64, where float32 gradients cannot overflow, on devices that have it.
     """
     norms = torch._foreach_norm([local_part(gradient) for gradient in gradients], 2, dtype=torch.float32)
-    squares = torch.stack(list(norms)).double().square()
+    squares = widened(torch.stack(list(norms))).square()
     return summed_over_shards(lambda places: squares[places].sum(), gradients).sqrt().float()
 
 

@@ -116,10 +116,7 @@ def lacks(device: str, feature: str, instead: str) -> str:
     return f"device: {kind.name} ({kind.hardware}) has no {feature}. {instead}"
 
 
-FLOAT32_ALONE = (
-    "One device trains without FSDP if fsdp.param_dtype and fsdp.master_dtype are fp32 and fsdp.cpu_offload is false: "
-    "set them so, or another device."
-)
+ONE_DEVICE_ALONE = "One device trains without FSDP if fsdp.cpu_offload is false: set it so, or another device."
 
 
 def only_one(device: str, num_devices: int) -> str:

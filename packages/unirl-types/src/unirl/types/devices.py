@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-from unirl.types.device_kinds import FLOAT32_ALONE, KINDS, PRETEND, DeviceKind, kind_of, lacks
+from unirl.types.device_kinds import KINDS, ONE_DEVICE_ALONE, PRETEND, DeviceKind, kind_of, lacks
 from unirl.types.errors import ConfigError
 
 
@@ -121,7 +121,7 @@ def collectives_of(device: str | torch.device) -> str:
     """
     kind = kind_of(type_of(device))
     if not kind.has_many:
-        raise ConfigError(lacks(kind.name, "collectives, which FSDP needs", FLOAT32_ALONE))
+        raise ConfigError(lacks(kind.name, "collectives, which FSDP needs", ONE_DEVICE_ALONE))
     return "gloo" if kind.collectives == "gloo" else f"cpu:gloo,{kind.name}:{kind.collectives}"
 
 

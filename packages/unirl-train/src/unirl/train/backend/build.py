@@ -12,8 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import noop_context_fn
 
 from unirl.train.backend.activation_offload import offload_activations
+from unirl.train.backend.masters import Masters
 from unirl.train.backend.recompute import selective
 from unirl.train.backend.wrap import (
+    cast_inputs,
     checkpoint_activations,
     compile_blocks,
     ensure_process_group,
@@ -132,6 +134,17 @@ def wrap(
     return Wrapped(sharding(modules, blocks, spread), owns_process_group)
 
 
+def compute_in(modules: Mapping[str, nn.Module], config: FSDPConfig) -> Masters | None:
+    """Let `modules`, which are not sharded and have their values, compute in `param_dtype`, in place; None where they
+    are kept in nothing else."""
+    dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
+    masters = Masters(modules, dtype)
+    if dtype != torch.float32:
+        for module in modules.values():
+            cast_inputs(module, config)
+    return masters if masters.of else None
+
+
 def spread_tokens(bundle: ModelBundle, config: FSDPConfig, exchange: TokenExchange) -> RecomputeContexts:
     """Let `bundle` spread its tokens. Raises ConfigError if it cannot, or not with these options."""
     if not isinstance(bundle, SpreadsTokens):
@@ -164,6 +177,6 @@ def spread_experts(bundle: ModelBundle, config: FSDPConfig, exchange: ExpertExch
 
 
 def is_sharding(config: FSDPConfig) -> bool:
-    """True if FSDP wraps the model: one device that computes in float32 has nothing to shard, and hooks cost time."""
+    """True if FSDP wraps the model: one device has nothing to shard, and hooks cost time."""
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return not is_alone or not config.param_dtype == config.master_dtype == "fp32" or config.cpu_offload
+    return not is_alone or config.cpu_offload

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import Sharding, is_sharding, prepare_parameters, wrap
+from unirl.train.backend.build import Sharding, compute_in, is_sharding, prepare_parameters, wrap
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fill import fill, on_every_rank
@@ -37,9 +37,9 @@ from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, Step
 class FSDPBackend:
     """Owns what trains: full fine-tuning, or LoRA with `lora`. Implements unirl.types.protocols.training.TrainBackend.
 
-    On one device with param_dtype "fp32" nothing is wrapped: the model runs as it is. Otherwise every block and then
-    the root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
-    dp_replicate > 1), tokens are spread over its axis sp and experts over ep; on one device, for mixed precision alone,
+    On one device nothing is wrapped: the model runs as it is, in `fsdp.param_dtype`. Otherwise every block and then the
+    root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
+    dp_replicate > 1), tokens are spread over its axis sp and experts over ep; on one device, for cpu_offload alone,
     over a process group of this process, which the backend makes and `close` destroys. Trainable parameters are kept in
     `fsdp.master_dtype`; ranks start from rank 0's.
 
@@ -116,14 +116,16 @@ class FSDPBackend:
             fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
         if self._roots and isinstance(bundle, RoutesRows):
             bundle.follow_ranks(self.collectives.any_rank)
+        self._masters = None if self._roots else compute_in(self._modules, self._config)
+        kept = {} if self._masters is None else self._masters.of
         self._parameters = {
-            f"{component}.{name}": parameter
+            f"{component}.{name}": kept.get(f"{component}.{name}", parameter)
             for component, module in self._modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
         self._optimizer = make_adamw(list(self._parameters.values()), optimizer)
-        self.policies = NamedPolicies(self._parameters, self._reshard, ema=ema, keep_reference=keep_reference)
+        self.policies = NamedPolicies(self._parameters, self._follow_values, ema=ema, keep_reference=keep_reference)
         """Named copies of the parameters, and their values."""
         self._auxiliary: dict[str, AuxiliaryModule] = {}
         self._state = TrainState(self._parameters, self._optimizer, self.policies, self._auxiliary)
@@ -136,6 +138,7 @@ class FSDPBackend:
             adapter,
             self._reshard,
             parts,
+            kept=kept,
             is_quantised=lora is not None and lora.base is not None,
         )
         """Weights of the policies for engines and exports."""
@@ -253,13 +256,19 @@ class FSDPBackend:
         self._optimizer.step()
         for name, auxiliary in self._auxiliary.items():
             auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
-        self._reshard()
+        self._follow_values()
         self.progress.step()
         self.policies.after_step(self.progress.num_optimizer_steps)
         return StepStats(norm, lr, is_skipped=False, module_grad_norms=norms)
 
     def _scheduled(self, base_lr: float) -> float:
         return learning_rate_at(self.progress.num_optimizer_steps, base_lr, self._schedule)
+
+    def _follow_values(self) -> None:
+        """Parameters have changed: what computes takes their values."""
+        if self._masters is not None:
+            self._masters.follow()
+        self._reshard()
 
     def _reshard(self) -> None:
         if self._roots:
@@ -339,6 +348,8 @@ class FSDPBackend:
         if "weights" in parts:
             for module in self._modules.values():
                 module.to(device)
+            if self._masters is not None:
+                self._masters.move(device)
         if "optimizer" in parts:
             move_optimizer(self._optimizer, device)
             self.policies.move(device)
@@ -359,10 +370,11 @@ class FSDPBackend:
         """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError if names differ."""
         self._state.load(state)
         self.zero_grad()
-        self._reshard()
+        self._follow_values()
 
     def architecture(self) -> dict[str, list[object]]:
         """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
         self._reshard()
         beside = {f"auxiliary/{name}": auxiliary.module for name, auxiliary in self._auxiliary.items()}
-        return architecture({**self._modules, **beside})
+        kept = {} if self._masters is None else self._masters.of
+        return architecture({**self._modules, **beside}, kept)

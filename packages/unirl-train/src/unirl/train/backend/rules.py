@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unirl.algorithms.rules import needs_reference
-from unirl.types.device_kinds import FLOAT32_ALONE, kind_of, lacks
+from unirl.types.device_kinds import ONE_DEVICE_ALONE, kind_of, lacks
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
@@ -48,16 +48,9 @@ def device_options_fit(own: Part, run: Run) -> Messages:
 
 
 def sharding_suits_the_device(own: Part, run: Run) -> Messages:
-    """FSDP, which one device that computes in float32 does without, needs collectives of the device."""
-    config = own.get("fsdp") or {}
-    wrapping = {
-        "param_dtype": config.get("param_dtype", "fp32") != "fp32",
-        "master_dtype": config.get("master_dtype", "fp32") != "fp32",
-        "cpu_offload": bool(config.get("cpu_offload")),
-    }
-    asked = [f"{own.at}.fsdp.{name} = {config[name]}" for name, wraps in wrapping.items() if wraps]
-    if not kind_of(run.device).has_many and asked:
-        yield lacks(run.device, f"collectives, which FSDP needs for {' and '.join(asked)}", FLOAT32_ALONE)
+    """FSDP, which one device does without but for cpu_offload, needs collectives of the device."""
+    if not kind_of(run.device).has_many and (own.get("fsdp") or {}).get("cpu_offload"):
+        yield lacks(run.device, f"collectives, which FSDP needs for {own.at}.fsdp.cpu_offload", ONE_DEVICE_ALONE)
 
 
 def kept_reference_has_a_use(own: Part, run: Run) -> Messages:

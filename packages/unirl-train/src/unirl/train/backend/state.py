@@ -129,10 +129,17 @@ class TrainState:
             self._policies.ema.num_averages = counters["num_ema_averages"]
 
 
-def architecture(modules: Mapping[str, nn.Module]) -> dict[str, list[object]]:
-    """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
+def architecture(modules: Mapping[str, nn.Module], kept: Mapping[str, Tensor]) -> dict[str, list[object]]:
+    """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included.
+
+    kept: of the same names, those that are kept in another dtype than they compute in.
+    """
     return {
-        f"{component}.{name}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
+        f"{component}.{name}": [
+            list(parameter.shape),
+            str(kept.get(f"{component}.{name}", parameter).dtype),
+            parameter.requires_grad,
+        ]
         for component, module in modules.items()
         for name, parameter in module.named_parameters()
     }

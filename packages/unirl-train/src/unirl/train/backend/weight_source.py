@@ -30,6 +30,7 @@ class PolicyWeights:
 
     modules: by component. adapter: of LoRA, None for full fine-tuning. before_reading: called before frozen weights are
     read (sharding drops stale gathered copies). parts: of stacks, which engines know by their parts (StacksWeights).
+    kept: by "component.name", what modules compute with in another dtype than it is kept in.
     is_quantised: frozen weights are codes, so that adapters alone can be read; ConfigError for all else.
     Every rank calls every method: sharded tensors are gathered.
     """
@@ -43,8 +44,10 @@ class PolicyWeights:
         before_reading: Callable[[], None],
         parts: Mapping[str, PublishedParts] | None = None,
         *,
+        kept: Mapping[str, Tensor] | None = None,
         is_quantised: bool = False,
     ) -> None:
+        self._kept = {} if kept is None else kept
         self._is_quantised = is_quantised
         self._parts = {} if parts is None else parts
         self._modules = modules
@@ -69,8 +72,8 @@ class PolicyWeights:
         """Shape of every tensor of `weights`, by its name in the model's checkpoint, without moving one."""
         self._require_whole_weights()
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, module in self._chosen(component).items():
-            names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
+        for name in self._chosen(component):
+            names = ((plain_base_name(key), tensor) for key, tensor in self._tensors(name).items())
             shapes[name] = {
                 published: _shape_of(tensor, where)
                 for plain, tensor in names
@@ -88,8 +91,8 @@ class PolicyWeights:
         chosen = self._chosen(component)
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
-        for name, module in chosen.items():
-            for plain, tensor in self._merged(name, _without_ties(module), values):
+        for name in chosen:
+            for plain, tensor in self._merged(name, self._tensors(name), values):
                 for published, part in in_published_parts({plain: tensor}, self._parts, f"{name}.").items():
                     yield qualified_name(name, published, chosen), part
 
@@ -97,8 +100,8 @@ class PolicyWeights:
         """See WeightSource. Shape and dtype are those of the tensor, of which this rank has rows [start, stop)."""
         self._require_whole_weights()
         found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]] = {}
-        for component, module in self._modules.items():
-            names = ((plain_base_name(key), tensor) for key, tensor in _without_ties(module).items())
+        for component in self._modules:
+            names = ((plain_base_name(key), tensor) for key, tensor in self._tensors(component).items())
             found[component] = {
                 published: (_shape_of(tensor, where), tensor.dtype, *_rows_of_part(tensor, where))
                 for plain, tensor in names
@@ -112,8 +115,8 @@ class PolicyWeights:
         self._require_whole_weights()
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
-        for component, module in self._modules.items():
-            own = {key: values.get(f"{component}.{key}", tensor) for key, tensor in _without_ties(module).items()}
+        for component in self._modules:
+            own = {key: values.get(f"{component}.{key}", tensor) for key, tensor in self._tensors(component).items()}
             for key, tensor in own.items():
                 plain = plain_base_name(key)
                 if plain is None:
@@ -151,6 +154,19 @@ class PolicyWeights:
                 "adapters alone, and merge them into the published weights."
             )
 
+    def _tensors(self, component: str) -> dict[str, Tensor]:
+        """The state of a component in the dtypes that it is kept in, tied parameters once."""
+        ties = _ties(self._modules[component])
+        return {name: each for name, each in self._every_name(component).items() if name not in ties}
+
+    def _every_name(self, component: str) -> dict[str, Tensor]:
+        module = self._modules[component]
+        ties = _ties(module)
+        return {
+            name: self._kept.get(f"{component}.{ties.get(name, name)}", tensor).detach()
+            for name, tensor in module.state_dict().items()
+        }
+
     def _published(self, component: str, plain: str) -> Iterable[tuple[str, tuple[int, slice] | None]]:
         """Published names of a tensor, and where each lies in it: None of one that is published as it is."""
         parts = self._parts.get(f"{component}.{plain}")
@@ -185,8 +201,8 @@ class PolicyWeights:
         self._before_reading()
         dtype = torch.float32 if in_float32 else None
         return {
-            name: dict(self._merged(name, module.state_dict(), values, dtype=dtype, tally=tally))
-            for name, module in self._modules.items()
+            name: dict(self._merged(name, self._every_name(name), values, dtype=dtype, tally=tally))
+            for name in self._modules
         }
 
     def _merged(
@@ -272,8 +288,11 @@ def _own_rows(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if is_gathered else tensor.to_local()).detach()
 
 
-def _without_ties(module: nn.Module) -> dict[str, Tensor]:
-    """The module's state, a parameter with two names once, under its first."""
-    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    tied = every - {name for name, _ in module.named_parameters()}
-    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+def _ties(module: nn.Module) -> dict[str, str]:
+    """Other names of a parameter -> its first."""
+    first: dict[nn.Parameter, str] = {}
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (other := first.setdefault(parameter, name)) != name:
+            found[name] = other
+    return found
