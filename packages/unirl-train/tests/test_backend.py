@@ -1,5 +1,6 @@
 """The backend in one process: steps, policies, adapters, precision, offload, export."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
 
 from unirl.train.backend.state import COUNTERS
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.export import Exporter
+from unirl.train.lora import adapters_disabled, inject_lora
+from unirl.train.precision import keep_in
 from unirl.types.errors import CheckpointError, ConfigError, ContractError, TrainingError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import remote_method
@@ -363,6 +368,60 @@ def test_mixed_precision_on_one_device_has_the_bits_of_fsdp(
 def load_merged(backend: Any, bundle: TinyBundle, folder: Path) -> dict[str, torch.Tensor]:
     Exporter(backend, bundle).export_merged(str(folder))
     return {f"file/{name}": tensor for name, tensor in load_file(folder / "transformer.safetensors").items()}
+
+
+class Operators(TorchDispatchMode):
+    """Counts what computes; views do not."""
+
+    VIEWS = ("view", "t", "alias", "detach", "_unsafe_view", "reshape")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(bundle: TinyBundle) -> Counter[str]:
+    with torch.no_grad(), Operators() as seen:
+        bundle.model(rows(0)[0].bfloat16())
+    return seen.counts
+
+
+def test_on_one_device_a_forward_in_bfloat16_takes_the_operators_of_the_plain_model_and_two_per_adapter():
+    plain = TinyBundle()
+    keep_in(plain.model.parameters(), torch.bfloat16)
+    full, adapted = TinyBundle(), TinyBundle()
+    make_backend(full, fsdp=FSDPConfig(param_dtype="bf16"))
+    make_backend(adapted, fsdp=FSDPConfig(param_dtype="bf16"), lora=lora_config())
+    assert operators(full) == operators(plain)
+    assert operators(adapted) - operators(plain) == {"mm": 4, "addmm": 4}  # 2 blocks of 2 layers
+
+
+def test_a_fused_adapter_computes_what_pefts_does_with_the_same_draws():
+    found = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 6))
+        inject_lora({"one": module}, LoraConfig(rank=2, alpha=3.0), ["0"], is_fused=is_fused)
+        module.double()
+        nn.init.normal_(module.get_parameter("0.lora_B.default.weight"))
+        x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+        y = module(x)
+        y.square().sum().backward()
+        with adapters_disabled({"one": module}):
+            base = module(x)
+        assert torch.equal(base, module.get_submodule("0.base_layer")(x))
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        found.append([y.detach(), x.grad, *gradients, *module.state_dict().values()])
+    assert len(found[0]) == len(found[1]) == 8
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def gradients_with(**options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -33,10 +33,12 @@ def _peft() -> ModuleType:
     return peft
 
 
-def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: Sequence[str]) -> None:
+def inject_lora(
+    modules: Mapping[str, nn.Module], config: LoraConfig, targets: Sequence[str], *, is_fused: bool = False
+) -> None:
     """Freeze the modules and add adapters to their linear layers whose name ends in one of `targets`, in place.
 
-    A module on the meta device gets adapters without values.
+    A module on the meta device gets adapters without values. is_fused: in two operators each (`train.fused_lora`).
     Raises ConfigError if a component has no such layer, if a target that the recipe names matches nothing, and
     for a target that is no nn.Linear.
     """
@@ -56,14 +58,21 @@ def inject_lora(modules: Mapping[str, nn.Module], config: LoraConfig, targets: S
         matched.update(found.values())
         module.requires_grad_(False)
         # Adapters of weights that are read later are drawn later too (`factors_as_drawn`).
-        peft.inject_adapter_in_model(
-            _peft_config(config, targets), module, adapter_name=ADAPTER, low_cpu_mem_usage=is_empty(module)
-        )
+        chosen = _peft_config(config, targets)
+        if is_fused:
+            chosen._register_custom_module({nn.Linear: _fused_layer()})
+        peft.inject_adapter_in_model(chosen, module, adapter_name=ADAPTER, low_cpu_mem_usage=is_empty(module))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.endswith((_A, _B)))
     unmatched = [target for target in targets if target not in matched]
     if unmatched and config.target_modules is not None:
         raise ConfigError(_nothing_matched("/".join(modules), next(iter(modules.values())), unmatched))
+
+
+def _fused_layer() -> type[nn.Module]:
+    from unirl.train.fused_lora import FusedLoraLinear  # imports peft, which may not be there
+
+    return FusedLoraLinear
 
 
 def is_empty(module: nn.Module) -> bool:

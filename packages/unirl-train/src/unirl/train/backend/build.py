@@ -77,7 +77,7 @@ def prepare_parameters(
                 module.to(device)
     if lora is not None:
         targets = tuple(bundle.lora_target_modules if lora.target_modules is None else lora.target_modules)
-        inject_lora(modules, lora, targets)
+        inject_lora(modules, lora, targets, is_fused=config.param_dtype != "fp32")
         adapter = AdapterConfig(lora.rank, lora.alpha, targets)
     trainable = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
     if not trainable:
