@@ -33,10 +33,9 @@ def findings(name, *overrides):
         ),
         (
             SHAPES,
-            ["device=mps", "+backend.fsdp.param_dtype=bf16"],
-            "device: mps (Apple GPU) has no collectives, which FSDP needs for backend.fsdp.param_dtype = bf16. One "
-            "device trains without FSDP if fsdp.param_dtype and fsdp.master_dtype are fp32 and fsdp.cpu_offload is "
-            "false: set them so, or another device.",
+            ["device=mps", "+backend.fsdp.cpu_offload=true"],
+            "device: mps (Apple GPU) has no collectives, which FSDP needs for backend.fsdp.cpu_offload. One device "
+            "trains without FSDP if fsdp.cpu_offload is false: set it so, or another device.",
         ),
         (
             "worlds/arithmetic/vllm",
@@ -59,6 +58,7 @@ def test_what_a_device_lacks_is_one_message(name, overrides, expected):
     ("name", "overrides"),
     [
         (SHAPES, ["device=mps"]),
+        (SHAPES, ["device=mps", "+backend.fsdp.param_dtype=bf16"]),
         (SHAPES, ["device=npu", "runtime=ray", "num_devices=2", "+backend.fsdp.param_dtype=bf16"]),
         (SHAPES, ["device=xpu", "runtime=ray", "num_devices=2"]),
         (REPLICA, [*APART, "device=xpu", "+sync.transport=ipc"]),
