@@ -47,6 +47,7 @@ class RememberingEngine:
         self.expected = expected
         self.read = read
         self.policy_version = -1
+        self.bucket_device = torch.device("cpu")
         self.sizes = []
         self.pushed: dict[str, torch.Tensor] = {}
         self.num_tensors_off = 0

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.deltas import put_delta
+from unirl.types.devices import copy_together
 from unirl.types.errors import WeightSyncError, as_sentence
 
 MEMORY = "/dev/shm"
@@ -124,8 +125,8 @@ class BucketLayout:
     def write(self, tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy the header and the tensors into a buffer, uint8 [at least num_bytes]."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
-        for name, place in self.views(buffer).items():
-            place.copy_(tensors[name])
+        places = self.views(buffer)
+        copy_together(list(places.values()), [tensors[name] for name in places])
 
 
 class BucketFiles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
@@ -25,6 +25,30 @@ def type_of(device: str | torch.device) -> str:
 def has_values(device: str | torch.device) -> bool:
     """False for the pretend device of a rehearsal, on which models are built and no weights are read."""
     return type_of(device) != PRETEND
+
+
+def copy_together(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor into its place. Those that are on its device and of its dtype take few launches, however many.
+
+    places: changed in place.
+    """
+    pairs = list(zip(places, tensors, strict=True))
+    is_near = [place.device == tensor.device and place.dtype == tensor.dtype for place, tensor in pairs]
+    near = [(_bits(place), _bits(tensor)) for (place, tensor), is_it in zip(pairs, is_near, strict=True) if is_it]
+    if near:
+        torch._foreach_copy_([place for place, _ in near], [tensor for _, tensor in near])
+    for (place, tensor), is_it in zip(pairs, is_near, strict=True):
+        if not is_it:
+            place.copy_(tensor)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers, for which every device has every kernel."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 
 
 def empty_cache(device: str | torch.device) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
+from unirl.types.devices import has_values, is_accelerator
 from unirl.types.errors import WeightSyncError
+from unirl.types.word_sums import word_sums
+
+SumKind = Literal["xxh3_128", "words_128"]
+"""How a tensor's bytes are summed: by XXH3 on the host, or by `unirl.types.word_sums`, which any device computes."""
+
+
+def sum_kind(device: torch.device) -> SumKind:
+    """The checksum that is fastest for tensors on a device."""
+    return "words_128" if is_accelerator(device) and has_values(device) else "xxh3_128"
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,12 @@ class WeightSpec:
     stops: tuple[int, ...] = ()
     """Rows at which the pieces end that it was sent in, each with a checksum, of which `checksum` is one; empty for one
     piece."""
+    sum_kind: SumKind = "xxh3_128"
+    """How `checksum` was computed; whoever checks it computes the same."""
+
+    def of(self, tensor: Tensor, checksum: str) -> Self:
+        """The spec of a tensor that came as this one, with its checksum."""
+        return replace(self, shape=tuple(tensor.shape), dtype=str(tensor.dtype), checksum=checksum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,26 +83,77 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def tensor_checksum(tensor: Tensor, stops: Sequence[int] = ()) -> str:
-    """XXH3 (128 bits, hexadecimal) of the tensor's bytes (row-major), the same on every device; in pieces that end at
-    the rows `stops`, of their checksums.
+def tensor_checksums(
+    tensors: Iterable[Tensor], kind: SumKind, stops: Iterable[Sequence[int]] | None = None
+) -> list[str]:
+    """Checksums of the tensors' bytes (row-major), the same on every device: 32 hexadecimal digits each.
 
-    As fast as memory is read. It finds what transports and bugs do to weights; it is no proof against a forger.
+    tensors: all on one device for "words_128"; taken one by one. stops: for each tensor the rows at which its pieces
+    end, see `WeightSpec`; its checksum is then one of theirs. None: all are in one piece.
+    It finds what transports and bugs do to weights; it is no proof against a forger.
+    Raises WeightSyncError for an unknown kind.
     """
-    if stops:
-        return joined_checksum([tensor_checksum(tensor[start:stop]) for start, stop in pairwise((0, *stops))])
+    counts: list[int] = []
+
+    def pieces() -> Iterator[Tensor]:
+        for tensor, ends in zip(tensors, itertools.repeat(()) if stops is None else stops, strict=False):
+            counts.append(max(1, len(ends)))
+            yield from [tensor[start:stop] for start, stop in pairwise((0, *ends))] if ends else [tensor]
+
+    match kind:
+        case "xxh3_128":
+            sums = [_xxh3(piece) for piece in pieces()]
+        case "words_128":
+            sums = word_sums(pieces())
+        case other:
+            raise WeightSyncError(f"checksums are of the kind {other!r}; install the same unirl-types on both sides")
+    of_each = iter(sums)
+    return [joined_checksum([next(of_each) for _ in range(count)]) for count in counts]
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """XXH3 (128 bits, hexadecimal) of a tensor's bytes (row-major). As fast as memory of the host is read."""
+    return tensor_checksums([tensor], "xxh3_128")[0]
+
+
+def _xxh3(tensor: Tensor) -> str:
     data = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(data.numpy())
 
 
 def joined_checksum(pieces: Sequence[str]) -> str:
     """The checksum of a tensor by those of its pieces."""
-    return xxhash.xxh3_128_hexdigest("".join(pieces).encode())
+    return pieces[0] if len(pieces) == 1 else xxhash.xxh3_128_hexdigest("".join(pieces).encode())
 
 
-def weight_spec(name: str, tensor: Tensor, stops: tuple[int, ...] = ()) -> WeightSpec:
-    """What a receiver must find for this tensor. stops: see `WeightSpec`."""
-    return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), tensor_checksum(tensor, stops), stops)
+def weight_specs(tensors: Mapping[str, Tensor]) -> list[WeightSpec]:
+    """What a receiver must find for these tensors. The checksum of each is the fastest where it lies."""
+    found: list[WeightSpec] = []
+    for kind, of_kind in itertools.groupby(tensors.items(), key=lambda item: sum_kind(item[1].device)):
+        same = dict(of_kind)
+        sums = tensor_checksums(same.values(), kind)
+        found += [
+            WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), checksum, sum_kind=kind)
+            for (name, tensor), checksum in zip(same.items(), sums, strict=True)
+        ]
+    return found
+
+
+def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
+    """What a receiver must find for this tensor, see `weight_specs`."""
+    return weight_specs({name: tensor})[0]
+
+
+def checksums_as(specs: Sequence[WeightSpec], tensors: Iterable[Tensor]) -> list[str]:
+    """Checksums of tensors, of the kind and the pieces that each spec says.
+
+    tensors: one per spec, taken one by one. Raises WeightSyncError for an unknown kind.
+    """
+    given, found = iter(tensors), list[str]()
+    for kind, of_kind in itertools.groupby(specs, key=lambda spec: spec.sum_kind):
+        same = list(of_kind)
+        found += tensor_checksums(itertools.islice(given, len(same)), kind, [spec.stops for spec in same])
+    return found
 
 
 @dataclass(frozen=True)
@@ -211,12 +279,13 @@ class WeightBucket:
         whole = {spec.name for spec in self.specs}
         if not whole <= set(self.tensors) <= whole | {spec.name for spec in self.kept}:
             raise WeightSyncError(f"bucket holds {sorted(self.tensors)} but describes {[s.name for s in self.specs]}")
+        unknown = [spec for spec in self.specs if spec.name not in self.found]
+        sums = checksums_as(unknown, (self.tensors[spec.name] for spec in unknown))
+        found = {**self.found, **{spec.name: checksum for spec, checksum in zip(unknown, sums, strict=True)}}
         for spec in self.specs:
-            tensor = self.tensors[spec.name]
-            checksum = self.found.get(spec.name) or tensor_checksum(tensor, spec.stops)
-            found = WeightSpec(spec.name, tuple(tensor.shape), str(tensor.dtype), checksum, spec.stops)
-            if found != spec:
-                raise WeightSyncError(f"weights arrived changed: expected {spec}, found {found}")
+            arrived = spec.of(self.tensors[spec.name], found[spec.name])
+            if arrived != spec:
+                raise WeightSyncError(f"weights arrived changed: expected {spec}, found {arrived}")
 
 
 ValueT = TypeVar("ValueT")
@@ -264,7 +333,7 @@ def weight_buckets(
     base_version: int | None = None,
     changes: Callable[[WeightSpec, Tensor], Tensor | None] | None = None,
 ) -> Iterator[WeightBucket]:
-    """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own).
+    """Cut named tensors into buckets of at most `max_bytes` (a larger tensor gets its own bucket).
 
     base_version: see `WeightBucket`. changes: called with each tensor in turn; gives what must travel of it: the tensor
     itself, a delta, or None where the receiver has it. None sends all.
@@ -275,13 +344,8 @@ def weight_buckets(
     current: dict[str, Tensor] = {}
     specs: list[WeightSpec] = []
     kept: list[WeightSpec] = []
-    seen: set[str] = set()
     size = 0
-    for name, tensor in tensors:
-        if name in seen:
-            raise WeightSyncError(f"weight {name} was sent twice")
-        seen.add(name)
-        spec = weight_spec(name, tensor)
+    for spec, tensor in _described(tensors, min(max_bytes, _SUMMED_TOGETHER)):
         travelling = tensor if changes is None else changes(spec, tensor)
         if travelling is None:
             kept.append(spec)
@@ -289,8 +353,30 @@ def weight_buckets(
         if current and size + travelling.nbytes > max_bytes:
             yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)
             current, specs, kept, size = {}, [], [], 0
-        current[name] = travelling
+        current[spec.name] = travelling
         (specs if travelling is tensor else kept).append(spec)
         size += travelling.nbytes
     if current or kept:
         yield WeightBucket(policy_version, current, tuple(specs), tuple(kept), base_version)
+
+
+_SUMMED_TOGETHER = 512 << 20
+"""Bytes of tensors on a device whose checksums are computed and copied to the host together."""
+
+
+def _described(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[tuple[WeightSpec, Tensor]]:
+    """Each tensor with its spec: on the host one by one, hashed while they are in the cache; on a device those of at
+    most `max_bytes` together. Raises as `weight_buckets`."""
+    seen: set[str] = set()
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if name in seen:
+            raise WeightSyncError(f"weight {name} was sent twice")
+        seen.add(name)
+        if group and (sum_kind(tensor.device) == "xxh3_128" or size + tensor.nbytes > max_bytes):
+            yield from zip(weight_specs(group), group.values(), strict=True)
+            group, size = {}, 0
+        group[name] = tensor
+        size += tensor.nbytes
+    yield from zip(weight_specs(group), group.values(), strict=True)

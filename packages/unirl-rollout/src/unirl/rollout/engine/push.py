@@ -18,7 +18,7 @@ from torch import Tensor
 from unirl.rollout.engine.checkpoint import adapter_specs, full_specs
 from unirl.types.deltas import with_delta
 from unirl.types.errors import WeightSyncError
-from unirl.types.weights import WeightBucket, WeightSpec, diff_specs, weight_spec
+from unirl.types.weights import WeightBucket, WeightSpec, checksums_as, diff_specs
 
 _MAX_LINES = 20
 
@@ -93,7 +93,12 @@ class PushReceiver:
         twice = [f"twice: {name}" for name, count in times.items() if count > 1]
         refuse("a bucket is not what was announced", diff_specs(specs, announced) + twice)
         bucket.verify()
-        changed = [f"changed: {spec.name}" for spec in bucket.kept if _made_of(own, bucket, spec) != spec]
+        made = checksums_as(bucket.kept, (_made_of(own, bucket, spec.name) for spec in bucket.kept))
+        changed = [
+            f"changed: {spec.name}"
+            for spec, checksum in zip(bucket.kept, made, strict=True)
+            if spec.of(own[spec.name], checksum) != spec
+        ]
         refuse("the engine does not have what was left out of the push; push again, and all is sent", changed)
         yield
         push.received.update(spec.name for spec in specs)
@@ -158,13 +163,13 @@ class PushReceiver:
         return self._push
 
 
-def _made_of(own: Mapping[str, Tensor], bucket: WeightBucket, spec: WeightSpec) -> WeightSpec:
+def _made_of(own: Mapping[str, Tensor], bucket: WeightBucket, name: str) -> Tensor:
     """What a tensor of the engine is after a push that does not bring it whole."""
-    tensor, delta = own[spec.name], bucket.tensors.get(spec.name)
+    tensor, delta = own[name], bucket.tensors.get(name)
     try:
-        return weight_spec(spec.name, tensor if delta is None else with_delta(tensor, delta))
+        return tensor if delta is None else with_delta(tensor, delta)
     except WeightSyncError as error:
-        raise WeightSyncError(f"{spec.name} arrived changed: {error}") from error
+        raise WeightSyncError(f"{name} arrived changed: {error}") from error
 
 
 def refuse_other_base(bucket: WeightBucket, present: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
+from torch import Tensor
+
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary, canary_primitives
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
@@ -221,6 +223,12 @@ class WeightSync(ABC):
     def _under(self, policy: str | None) -> AbstractContextManager[None]:
         """Context in which the trainer's model has the weights of the policy."""
         return nullcontext() if policy is None else self._policies.using_policy(policy)
+
+    @staticmethod
+    def _placed(tensor: Tensor, engine: PushTarget) -> Tensor:
+        """The tensor where it is summed: for engines in other workers on the device where it arrives; an engine in this
+        one takes it as it is, since it keeps it until all have arrived."""
+        return tensor.to(engine.bucket_device) if isinstance(engine, RemoteEngines) else tensor
 
     def _note_sent(self, specs: Iterable[WeightSpec]) -> None:
         """Called by `_send` with every tensor, sent or already in the engine."""

@@ -14,6 +14,7 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.slices import SlicePush
 from unirl.distributed.weight_sync.transports.base import TransportName
 from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.devices import is_accelerator
 from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.protocols.engines import PushTarget
 from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
@@ -90,7 +91,7 @@ class FullWeightSync(WeightSync):
         if self._slices is not None:
             self._slices.push(self._source.policy_version, policy)
             return
-        for _ in self._source.weights(policy):
+        for _ in self._source.weights(policy, on_host=False):
             pass
 
     def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
@@ -98,9 +99,9 @@ class FullWeightSync(WeightSync):
             receipt, sent = self._slices.push(version, policy)
             self._note_sent(sent)
             return _of_all(receipt, len(sent))
-        tensors = ((name, rounded(tensor, self._dtype)) for name, tensor in self._source.weights(policy))
-        if self._counts_elements:
-            tensors = ((name, tensor.detach().cpu()) for name, tensor in tensors)
+        on_host = not is_accelerator(engine.bucket_device)
+        weights = self._source.weights(policy, on_host=on_host)
+        tensors = ((name, self._placed(rounded(tensor, self._dtype), engine)) for name, tensor in weights)
         try:
             return self._send_buckets(engine, version, policy, tensors)
         except UniRLError:

@@ -54,7 +54,7 @@ class LastPush:
             return tensor
         num_changed, delta = tensor.numel(), None
         if last is not None:
-            num_changed, delta = element_delta(self._tensors[spec.name], tensor)
+            num_changed, delta = element_delta(self._tensors[spec.name], tensor.detach().cpu())
         self._num_changed += num_changed
         self._keep(spec.name, tensor)
         return tensor if delta is None else delta
@@ -63,4 +63,4 @@ class LastPush:
         if name in self._tensors:
             self._tensors[name].copy_(tensor)
         else:
-            self._tensors[name] = tensor.detach().clone()
+            self._tensors[name] = tensor.detach().to("cpu", copy=True)

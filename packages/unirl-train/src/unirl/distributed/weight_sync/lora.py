@@ -7,7 +7,7 @@ from typing import ClassVar
 from unirl.distributed.weight_sync.base import WeightSync
 from unirl.types.errors import WeightSyncError
 from unirl.types.protocols.engines import PushTarget
-from unirl.types.weights import WeightBucket, WeightReceipt, rounded, weight_spec
+from unirl.types.weights import WeightBucket, WeightReceipt, rounded, weight_specs
 
 
 class LoraWeightSync(WeightSync):
@@ -19,9 +19,12 @@ class LoraWeightSync(WeightSync):
         self._source.adapter_weights(policy)
 
     def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
-        tensors = {name: rounded(tensor, self._dtype) for name, tensor in self._source.adapter_weights(policy).items()}
+        tensors = {
+            name: self._placed(rounded(tensor, self._dtype), engine)
+            for name, tensor in self._source.adapter_weights(policy).items()
+        }
         config = self._source.adapter_config()
-        specs = tuple(weight_spec(name, tensor) for name, tensor in tensors.items())
+        specs = tuple(weight_specs(tensors))
         self._note_sent(specs)
         receipt = engine.load_adapter(WeightBucket(version, tensors, specs), config, policy)
         # Each adapted layer has an A and a B.

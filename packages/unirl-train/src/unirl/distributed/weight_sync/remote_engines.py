@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.weight_sync.transports.base import (
     NUM_UNDER_WAY,
@@ -41,6 +43,11 @@ class RemoteEngines:
     def policy_version(self) -> int:
         """Version of the last push through this object; -1 before the first."""
         return self._policy_version
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where the transport brings tensors to."""
+        return self._transport.device
 
     def wait_until_ready(self) -> None:
         """See PushTarget; of all engines."""

@@ -13,7 +13,15 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.transports.base import SlicingTransport
 from unirl.types.errors import UniRLError, WeightSyncError
 from unirl.types.protocols.training import Collectives, WeightSource
-from unirl.types.weights import WeightReceipt, WeightSpec, joined_checksum, rounded, tensor_checksum
+from unirl.types.weights import (
+    SumKind,
+    WeightReceipt,
+    WeightSpec,
+    joined_checksum,
+    rounded,
+    sum_kind,
+    tensor_checksums,
+)
 
 
 class SlicePush:
@@ -59,7 +67,7 @@ class SlicePush:
         for number, bucket in enumerate(self._plan):
             rows = {shard.name: rounded(shard.rows, self._dtype) for shard in (next(shards) for _ in bucket.names)}
             sums = self._all(lambda number=number, bucket=bucket, rows=rows: self._written(number, bucket, rows))
-            specs = _specs(bucket, sums)
+            specs = _specs(bucket, sums, sum_kind(transport.device))
             sent += specs
             if engines is not None:
                 try:
@@ -86,11 +94,16 @@ class SlicePush:
         if self._engines is not None:
             self._engines.make_way()
         self._transport.begin(number, bucket)
+        kind = sum_kind(self._transport.device)
+        own = [piece for piece in bucket.pieces if piece.rank == self._rank]
+        # On the host a piece is written while it is in the cache; on a device few, large operations sum all.
+        parts = [[piece] for piece in own] if kind == "xxh3_128" else [own]
         sums = {}
-        for piece in bucket.pieces:
-            if piece.rank == self._rank:
-                sums[piece.name] = tensor_checksum(rows[piece.name])
-                self._transport.write(number, bucket, piece, rows[piece.name])  # still in the cache
+        for pieces in parts:
+            placed = {piece.name: rows[piece.name].to(self._transport.device) for piece in pieces}
+            sums.update(zip(placed, tensor_checksums(placed.values(), kind), strict=True))
+            for piece in pieces:
+                self._transport.write(number, bucket, piece, placed[piece.name])
         return sums
 
     def _finished(self, version: int, policy: str | None, receipt: list[WeightReceipt]) -> None:
@@ -117,11 +130,11 @@ class SlicePush:
         return [result for result, _ in told]
 
 
-def _specs(bucket: PlannedBucket, sums: Sequence[Mapping[str, str]]) -> list[WeightSpec]:
-    """The specs that the engines must find, from the checksums of all ranks."""
+def _specs(bucket: PlannedBucket, sums: Sequence[Mapping[str, str]], kind: SumKind) -> list[WeightSpec]:
+    """The specs that the engines must find, from the checksums of all ranks, which are of this kind."""
     pieces, specs = bucket.pieces_by_name(), []
     for name, dtype, shape, *_ in bucket.layout.spans:
         own = [sums[piece.rank][name] for piece in pieces[name]]
         stops = tuple(piece.stop for piece in pieces[name]) if len(own) > 1 else ()
-        specs.append(WeightSpec(name, shape, str(dtype), joined_checksum(own) if stops else own[0], stops))
+        specs.append(WeightSpec(name, shape, str(dtype), joined_checksum(own), stops, kind))
     return specs

@@ -82,9 +82,12 @@ class PolicyWeights:
             }
         return qualified(shapes)
 
-    def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, policy: str | None = None, component: str | None = None, *, on_host: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """A policy tensor by tensor, adapters merged. Every rank goes through all.
 
+        on_host: True gives all in host memory; False leaves those that are neither sharded nor merged where they lie.
         Raises ContractError for an unknown policy or component.
         """
         self._require_whole_weights()
@@ -92,7 +95,7 @@ class PolicyWeights:
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
         for name in chosen:
-            for plain, tensor in self._merged(name, self._tensors(name), values):
+            for plain, tensor in self._merged(name, self._tensors(name), values, on_host=on_host):
                 for published, part in in_published_parts({plain: tensor}, self._parts, f"{name}.").items():
                     yield qualified_name(name, published, chosen), part
 
@@ -213,17 +216,21 @@ class PolicyWeights:
         *,
         dtype: torch.dtype | None = None,
         tally: UpdateTally | None = None,
+        on_host: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under the names that the model has without adapters, one after the other.
 
-        dtype: of what is no integer; None keeps each tensor's own.
+        dtype: of what is no integer; None keeps each tensor's own. on_host: see `weights`.
         """
         tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             plain = plain_base_name(name)
             if plain is None:
                 continue
-            whole = _whole(tensor)
+            if not on_host and not isinstance(tensor, DTensor) and not (self._adapter and is_adapted(name)):
+                whole = tensor.detach()
+            else:
+                whole = _whole(tensor)
             if self._adapter is not None and is_adapted(name):
                 a, b = (_whole(tensors[factor]) for factor in lora_factor_names(name))
                 adapter = self._adapter

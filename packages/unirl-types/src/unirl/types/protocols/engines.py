@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from unirl.types.media import Primitive
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
@@ -100,6 +102,11 @@ class WeightReceiver(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the policy that it generates with."""
+        ...
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """Where it reads the tensors of a bucket: its device, or the host's memory where others read them."""
         ...
 
     def wait_until_ready(self) -> None:

@@ -199,8 +199,12 @@ class WeightSource(Protocol):
         """Shape of every tensor of `weights`, without moving one."""
         ...
 
-    def weights(self, policy: str | None = None, component: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model, adapters merged; tied ones once. Raises ContractError for an unknown policy."""
+    def weights(
+        self, policy: str | None = None, component: str | None = None, *, on_host: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, adapters merged; tied ones once. Raises ContractError for an unknown policy.
+
+        on_host: True gives all in host memory; False leaves those that lie whole on a device where they are."""
         ...
 
     def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:

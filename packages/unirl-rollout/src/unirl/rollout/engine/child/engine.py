@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from safetensors.torch import save_file
 
 from unirl.rollout.engine.base import BaseRolloutEngine
@@ -236,6 +237,11 @@ class ChildEngine(BaseRolloutEngine):
     def policy_version(self) -> int:
         """Version of the last pushed policy."""
         return self._policy_version
+
+    @property
+    def bucket_device(self) -> torch.device:
+        """The host: its processes read files."""
+        return torch.device("cpu")
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unirl.types.errors import ContractError
-from unirl.types.weights import WeightSpec
+from unirl.types.weights import SumKind, WeightSpec
 
 PROTOCOL = 10
 """Version of the messages, incremented with every change. Both sides compare it."""
@@ -188,5 +188,5 @@ class MessageCodec:
             ) from error
 
 
-def _spec(name: str, shape: list[int], dtype: str, checksum: str, stops: list[int]) -> WeightSpec:
-    return WeightSpec(name, tuple(shape), dtype, checksum, tuple(stops))
+def _spec(name: str, shape: list[int], dtype: str, checksum: str, stops: list[int], sum_kind: SumKind) -> WeightSpec:
+    return WeightSpec(name, tuple(shape), dtype, checksum, tuple(stops), sum_kind)

@@ -31,6 +31,11 @@ class PushedWeights:
         """Version of the last pushed policy."""
         return self._weights.pushes.policy_version
 
+    @property
+    def bucket_device(self) -> torch.device:
+        """The device of the modules."""
+        return self._weights.device
+
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def wait_until_ready(self) -> None:
         """Return at once: the model was loaded with the engine."""

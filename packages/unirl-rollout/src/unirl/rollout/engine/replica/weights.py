@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unirl.rollout.engine.push import PushReceiver, refuse
 from unirl.types.deltas import put_delta
-from unirl.types.devices import empty_cache
+from unirl.types.devices import copy_together, empty_cache, has_values, is_accelerator
 from unirl.types.errors import ContractError
 from unirl.types.weights import (
     AdapterConfig,
@@ -72,6 +72,11 @@ class ReplicaWeights:
         self._adapted: list[_Adapted] = []
         self._is_asleep = False
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the modules while they are awake."""
+        return self._device
+
     def begin(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
         """Announce a push of the whole model."""
         self._received, self._deltas = {}, {}
@@ -93,13 +98,14 @@ class ReplicaWeights:
         own = self._tensors()
         with self.pushes.loading(policy_version, policy):
             self._remove_adapter()
-            for name, tensor in received.items():
-                own[name].copy_(tensor)
+            copy_together([own[name] for name in received], list(received.values()))
             for name, delta in deltas.items():
                 tensor = rounded(own[name], self._dtype)
                 put_delta(tensor, delta)
                 if tensor is not own[name]:
                     own[name].copy_(tensor)
+            if is_accelerator(self._device) and has_values(self._device):
+                torch.accelerator.synchronize(self._device)  # the sender may then write over what it sent
         return WeightReceipt(policy_version, push.num_tensors, push.num_bytes, push.num_tensors)
 
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None) -> WeightReceipt:

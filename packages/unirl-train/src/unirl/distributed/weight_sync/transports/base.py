@@ -48,6 +48,11 @@ class WeightTransport(ABC):
     transport.arrived(number)
     """
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a parcel lie once it is opened."""
+        return torch.device("cpu")
+
     @abstractmethod
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         """Prepare a bucket for sending."""

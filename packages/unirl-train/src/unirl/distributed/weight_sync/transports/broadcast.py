@@ -21,8 +21,9 @@ from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel,
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
 from unirl.types.bucket_files import BucketLayout
 from unirl.types.device_kinds import kind_of
+from unirl.types.devices import is_accelerator
 from unirl.types.errors import WeightSyncError, as_sentence
-from unirl.types.weights import WeightBucket, WeightSpec, tensor_checksum
+from unirl.types.weights import WeightBucket, WeightSpec, checksums_as
 
 _RUN_BYTES = 16 << 20
 """Gloo is slower for larger broadcasts and for many small ones. Each run is hashed while the next one arrives."""
@@ -135,18 +136,18 @@ class _Receiver:
         self._buffers: dict[int, Tensor] = {}
 
     def receive(self, parcel: BroadcastParcel) -> WeightBucket:
-        """Receive a bucket in the buffer of its number. Each tensor is hashed while the next ones arrive."""
+        """Receive a bucket in the buffer of its number. On the host tensors are hashed while the next ones arrive."""
         number, flat = parcel.number, parcel.bucket
         buffer = self._buffers[number] = roomy(self._buffers.get(number), flat.num_bytes, self._device)
         works = deque((run.stop, _broadcast(self._groups[run.sender], run.of(buffer))) for run in parcel.runs)
-        bucket, stops = flat.read(buffer), {spec.name: spec.stops for spec in flat.head.specs}
+        bucket, specs = flat.read(buffer), {spec.name: spec for spec in flat.head.specs}
         found, arrived = {}, 0
         for name, *_, end in flat.layout.spans:
             while arrived < end and works:
                 arrived, work = works.popleft()
                 work.wait(timedelta(seconds=self._timeout_s))
-            if name in stops:  # no delta, which is checked by the tensor that it makes
-                found[name] = tensor_checksum(bucket.tensors[name], stops[name])
+            if name in specs and not is_accelerator(self._device):  # a delta is checked by the tensor that it makes
+                found[name] = checksums_as([specs[name]], [bucket.tensors[name]])[0]
         return dataclasses.replace(bucket, found=found)
 
 
@@ -167,6 +168,10 @@ class BroadcastTransport(SlicingTransport):
         self._meetings: tuple[Meeting, ...] = ()
         self._buffers: dict[int, Tensor] = {}
         self._leaving: dict[int, list[Tensor]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         flat, meeting = FlatBucket.of(bucket), Meeting(**self.opened(0))

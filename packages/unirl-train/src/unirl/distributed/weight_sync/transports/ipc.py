@@ -64,6 +64,10 @@ class DeviceTransport(WeightTransport):
         self._numbers = itertools.count()
         self._buffers: dict[int, tuple[Tensor, DeviceBuffer]] = {}
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         flat = FlatBucket.of(bucket)
         buffer, shared = self._buffer(number, flat.num_bytes)
