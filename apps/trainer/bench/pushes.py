@@ -7,22 +7,23 @@ A model of linear layers in float32 trains here; the engine is in this process (
 to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
 checksums of both sides, transfer, and loading. "Changed" pushes after a tenth of the tensors have changed, and only
 they travel; "elements" after a fiftieth of the elements of each tensor has. The copy is one of the same bytes in
-memory, "checksums" are those of one side, blake2b is what they were before. With an accelerator
+memory, "checksums" are those of one side as pushes compute them, and by each kind. With an accelerator
 (`--device auto`) both sides keep their weights on it. Everything takes turns, so that a busy machine is busy for all;
-figures are medians.
+figures are medians. Parts of a push are those of the sender (gather, sums, pack) and of the engine (open, verify,
+load); both sides work at once, so parts add up to more than the push.
 """
 
 # ruff: noqa: INP001 - a script, no package
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +32,25 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unirl.app.environment import device_here
 from unirl.distributed.group.device_pool import reserved
 from unirl.distributed.group.framework import ray_module
 from unirl.distributed.group.ray_runtime import RayRuntime
+from unirl.distributed.weight_sync import slices
 from unirl.distributed.weight_sync.full import FullWeightSync
+from unirl.distributed.weight_sync.remote_engines import RemoteEngines
+from unirl.distributed.weight_sync.transports.base import ObjectParcel
+from unirl.distributed.weight_sync.transports.broadcast import BroadcastParcel
+from unirl.distributed.weight_sync.transports.files import FileParcel
+from unirl.distributed.weight_sync.transports.ipc import DeviceParcel
 from unirl.distributed.worker import WorkerContext
 from unirl.rollout.engine.replica.base import PushedWeights
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
+from unirl.types import weights
 from unirl.types.conditions import PromptCondition
 from unirl.types.device_kinds import CPU, KINDS, kind_of
 from unirl.types.devices import accelerator, in_use, num_devices
@@ -50,13 +58,15 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
-from unirl.types.weights import weight_spec
+from unirl.types.weights import SumKind, WeightBucket, WeightReceipt, tensor_checksums, weight_specs
 
 WIDTH = 1024
 NUM_CHANGED = 10
 """One of so many tensors changes between two pushes."""
 NUM_ELEMENTS = 50
 """Or one of so many elements of each."""
+KINDS_OF_SUMS: dict[str, SumKind] = {"xxh3 (on the host)": "xxh3_128", "words (where they lie)": "words_128"}
+PARTS = ("gather", "sums", "pack", "open", "verify", "load")
 MODES = (("", "all"), (", changed", "tensors"), (", elements", "elements"))
 """What a sync is called by what of the model it pushes."""
 
@@ -100,11 +110,70 @@ class SilentPipeline:
         return SimpleNamespace(logp_N=torch.zeros(segment.tokens.numel()))
 
 
-class CopyEngine(PushedWeights):
-    """The weights of a replica engine, and canned samples."""
+class Parts:
+    """Seconds of the parts of pushes. On a device each ends with a wait for it anyway."""
 
-    def __init__(self, megabytes: float, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def of(self, name: str) -> Generator[None]:
+        """Context whose seconds count for a part."""
+        begin = time.perf_counter()
+        yield
+        self._spent[name] += time.perf_counter() - begin
+
+    def timed(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls count for a part."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            with self.of(name):
+                return work(*args, **options)
+
+        return call
+
+    def iterated(self, name: str, work: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """The generator, whose steps count for a part."""
+
+        def call(*args: Any, **options: Any) -> Iterator[Any]:
+            step = self.timed(name, work(*args, **options).__next__)
+            while True:
+                try:
+                    yield step()
+                except StopIteration:
+                    return
+
+        return call
+
+    def taken(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        spent, self._spent = dict(self._spent), defaultdict(float)
+        return spent
+
+
+class CopyEngine(PushedWeights):
+    """The weights of a replica engine, and canned samples. spent: counts the parts of pushes on this side."""
+
+    def __init__(self, megabytes: float, device: torch.device, spent: Parts) -> None:
         self._weights = ReplicaWeights({"transformer": Layers(megabytes)}, torch.float32, device, 0)
+        self._spent = spent
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def receive_weights(self, bucket: WeightBucket) -> None:
+        """As every replica."""
+        with self._spent.of("verify"):
+            super().receive_weights(bucket)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
+        """As every replica."""
+        with self._spent.of("load"):
+            return super().finish_weights(policy_version, policy)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def parts(self) -> dict[str, float]:
+        """Seconds of the parts of pushes since the last call."""
+        return self._spent.taken()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
@@ -118,7 +187,19 @@ class CopyEngine(PushedWeights):
 def build_engine(megabytes: float, context: WorkerContext) -> dict[str, object]:
     """A worker with an engine alone."""
     torch.set_num_threads(1)
-    return {"engine": CopyEngine(megabytes, torch.device(context.device))}
+    spent = Parts()
+    for parcel in (ObjectParcel, FileParcel, DeviceParcel, BroadcastParcel):
+        # Counts what comes before the engine: mapping, copying out of Ray, broadcasts.
+        parcel.opened = _opened(parcel.opened, spent)  # ty: ignore[invalid-assignment]
+    return {"engine": CopyEngine(megabytes, torch.device(context.device), spent)}
+
+
+def _opened(opened: Callable[..., Any], spent: Parts) -> Callable[..., Any]:
+    def call(parcel: object, kept: dict[str, Any]) -> Any:
+        with spent.of("open"):
+            return opened(parcel, kept)
+
+    return call
 
 
 class Trainer:
@@ -129,6 +210,12 @@ class Trainer:
         self.backend = FSDPBackend(bundle, optimizer=OptimizerConfig(learning_rate=1e-3), device=device)
         self.tensors = {name: parameter.detach() for name, parameter in bundle.model.named_parameters()}
         self.copies = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        self.spent = Parts()
+        source: Any = self.backend.weight_source
+        source.weights = self.spent.iterated("gather", source.weights)
+        source.shards = self.spent.iterated("gather", source.shards)
+        slices.tensor_checksums = self.spent.timed("sums", slices.tensor_checksums)  # ty: ignore[invalid-assignment]
+        weights.weight_specs = self.spent.timed("sums", weights.weight_specs)  # ty: ignore[invalid-assignment]
 
     def sync(self, bucket_bytes: int, **options: Any) -> FullWeightSync:  # Any: as FullWeightSync
         """A sync to connect."""
@@ -161,11 +248,6 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def blake2b(tensor: Tensor) -> str:
-    """The checksum of earlier pushes."""
-    return hashlib.blake2b(tensor.cpu().flatten().view(torch.uint8).numpy(), digest_size=16).hexdigest()
-
-
 def main() -> None:
     """Measure, and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,7 +270,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
     trainer = Trainer(options.megabytes, options.device)
     total = sum(tensor.numel() * 4 for tensor in trainer.tensors.values()) / 1e6
     with connected(options, trainer) as syncs:
-        spent, sent = timed(options.repeats, trainer, syncs)
+        spent, sent, parts = timed(options.repeats, trainer, syncs)
     medians = {name: statistics.median(taken) for name, taken in spent.items()}
     rows = {name: {"megabytes": sent.get(name, total), "seconds": taken} for name, taken in medians.items()}
     return {
@@ -197,6 +279,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
         "device": options.device,
         "works": {name: row for name, row in rows.items() if name not in syncs},
         "pushes": {name: row for name, row in rows.items() if name in syncs},
+        "parts": {
+            name: {part: statistics.median(each.get(part, 0.0) for each in taken) for part in taken[0]}
+            for name, taken in parts.items()
+        },
     }
 
 
@@ -204,7 +290,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:  # Any: JSON
 def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[str, tuple[FullWeightSync, str]]]:
     """Syncs by name, each with what it pushes of the model, until their engines are closed."""
     bucket_bytes = int(options.bucket_megabytes * 1e6)
-    beside = CopyEngine(options.megabytes, torch.device(options.device))
+    beside = CopyEngine(options.megabytes, torch.device(options.device), trainer.spent)
     syncs = {}
     for suffix, changed in MODES:
         syncs[f"beside{suffix}"] = trainer.sync(bucket_bytes, changed=changed), changed
@@ -230,6 +316,10 @@ def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[s
                 sync.connect_elsewhere(
                     runtime.remote_role("engine"), shares_device=kind_of(options.device).shares_memory
                 )
+                sender: Any = sync._engine
+                for method in {"pack", "begin", "write"} & set(dir(sender._transport)):
+                    own = getattr(sender._transport, method)
+                    setattr(sender._transport, method, trainer.spent.timed("pack", own))
                 syncs[f"{transport}{suffix}"] = sync, changed
         yield syncs
     finally:
@@ -239,28 +329,42 @@ def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[s
 
 def timed(
     repeats: int, trainer: Trainer, syncs: Mapping[str, tuple[FullWeightSync, str]]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every work in each repeat, one more to warm up, and megabytes of the pushes."""
-    spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", "blake2b", *syncs)}
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[dict[str, float]]]]:
+    """Seconds of every work in each repeat after one to warm up, megabytes of the pushes, seconds of their parts."""
+    spent: dict[str, list[float]] = {name: [] for name in ("copy", "checksums", *KINDS_OF_SUMS, *syncs)}
     sent: dict[str, float] = {}
+    parts: dict[str, list[dict[str, float]]] = {name: [] for name in syncs}
     for repeat in range(repeats + 1):
-        parts = {
+        works = {
             "copy": seconds(trainer.copy),
-            "checksums": seconds(lambda: [weight_spec(name, tensor) for name, tensor in trainer.tensors.items()]),
-            "blake2b": seconds(lambda: [blake2b(tensor) for tensor in trainer.tensors.values()]),
+            "checksums": seconds(lambda: weight_specs(trainer.tensors)),
+            **{
+                name: seconds(lambda kind=kind: tensor_checksums(trainer.tensors.values(), kind))
+                for name, kind in KINDS_OF_SUMS.items()
+            },
         }
         for name, (sync, changed) in syncs.items():
             if changed != "all":
                 sync.push()
                 trainer.change(changed)
+            taken_parts(trainer, sync)
             metrics = sync.push()
-            parts[name], sent[name] = metrics["sync/seconds"], metrics["sync/megabytes"]
+            if repeat:
+                parts[name].append(taken_parts(trainer, sync))
+            works[name], sent[name] = metrics["sync/seconds"], metrics["sync/megabytes"]
             if changed != "all":
                 sync._forget()  # the other syncs push to the same engine
-        for name, taken in parts.items():
+        for name, taken in works.items():
             if repeat:
                 spent[name].append(taken)
-    return spent, sent
+    return spent, sent, parts
+
+
+def taken_parts(trainer: Trainer, sync: FullWeightSync) -> dict[str, float]:
+    """Seconds of the parts of pushes on both sides since the last call."""
+    engine: Any = sync._engine
+    there = engine._role.call("parts")[0] if isinstance(engine, RemoteEngines) else {}
+    return {**trainer.spent.taken(), **there}
 
 
 def table(found: Mapping[str, Any]) -> str:  # Any: JSON
@@ -274,6 +378,10 @@ def table(found: Mapping[str, Any]) -> str:  # Any: JSON
     ]
     for name, row in {**found["works"], **found["pushes"]}.items():
         lines.append(f"| {name} | {row['megabytes']:.0f} | {row['seconds'] * 1e3:,.0f} | {row['seconds'] / copy:.1f} |")
+    lines += ["", f"| parts, ms | {' | '.join(PARTS)} |", f"|---|{'---|' * len(PARTS)}"]
+    for name, taken in found["parts"].items():
+        cells = (f"{taken[part] * 1e3:,.0f}" if part in taken else "" for part in PARTS)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
