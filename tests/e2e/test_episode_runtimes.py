@@ -9,11 +9,10 @@ from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 
 pytestmark = [pytest.mark.ray, pytest.mark.matrix]
+TURNS = [*test_turns.SMALL, "num_rollouts=2", "engine.forward_batch_size=32"]
 RECIPES = {
-    **{
-        name: [*test_turns.SMALL, "num_rollouts=2", "engine.forward_batch_size=32"]
-        for name in ("worlds/tools/grpo", "worlds/zoom/grpo")
-    },
+    "worlds/tools/grpo": TURNS,
+    "worlds/zoom/grpo": [*TURNS, "eval.pass_prompts=4"],
     **{
         name: [*test_actions.SMALL, *test_actions.SIZES[name], "engine.forward_batch_size=4"]
         for name in ("vla/tabletop_push", "vla/tabletop_push_tokens")

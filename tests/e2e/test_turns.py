@@ -59,7 +59,7 @@ def test_engines_and_schedules_have_the_same_bits(tmp_path):
 
 def test_images_between_turns_are_sampled_trained_and_recorded(tmp_path):
     """A replica has a copy of the model, and gets each turn's tokens and images as an engine elsewhere does."""
-    words = ["algorithm.old_logp_source=replay", "media_interval=1", "num_rollouts=2"]
+    words = ["algorithm.old_logp_source=replay", "media_interval=1", "num_rollouts=2", "eval.pass_prompts=4"]
     direct = run(tmp_path / "direct", *words, recipe="worlds/zoom/grpo")
     canary = 'sync.canary_prompts=["which letter?", "what is it?"]'
     assert run(tmp_path / "replica", *words, *REPLICA, canary, recipe="worlds/zoom/grpo") == direct

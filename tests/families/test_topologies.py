@@ -3,8 +3,10 @@ and pushed weights are those of one process, in every topology."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import math
+import os
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,8 @@ def rows(cases: list[str]) -> list[Any]:
 
 
 class Runs:
-    """What one process and ranks found, run once for all families."""
+    """What one process and ranks found, run once for all families. out: of all processes of a test session, which share
+    what ranks found."""
 
     def __init__(self, folders: Path, out: Path, names: list[str]) -> None:
         self.folders, self.out, self._names = folders, out, names
@@ -69,15 +72,21 @@ class Runs:
         self.one = cache(self._one)
 
     def _one(self, name: str, lora: LoraConfig | None) -> dict[str, Any]:
-        checkpoints = self.out / ("one" if lora is None else "one-lora") / name
+        checkpoints = self.folders / ("one" if lora is None else "one-lora") / name
         return step_of(name, self.folders, TrainTopology(), checkpoints, lora=lora)
 
     def _of(self, case: str) -> list[dict[str, Any]]:
         for name in self._names:
             pipeline_of(name, self.folders)  # written before the ranks read it
-        (self.out / case).mkdir()
-        job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, self.out / case)
-        return ranks_of_train.results_of_ranks(job, self.out / case, CASES[case].world_size)
+        folder, num_ranks = self.out / case, CASES[case].world_size
+        folder.mkdir(exist_ok=True)
+        job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, folder)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # while another process's ranks run, which take all cores
+            if not (folder / "done").exists():
+                ranks_of_train.results_of_ranks(job, folder, num_ranks)
+                (folder / "done").touch()
+        return ranks_of_train.saved_results(folder, num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,10 @@ def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest
         if name in (*FIRST, "qwen3_moe", "hunyuan_image3")
         or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
     ]
-    return Runs(folders, tmp_path_factory.mktemp("topologies"), names)
+    of_session = tmp_path_factory.getbasetemp()
+    out = (of_session.parent if "PYTEST_XDIST_WORKER" in os.environ else of_session) / "topologies"
+    out.mkdir(exist_ok=True)
+    return Runs(folders, out, names)
 
 
 def assert_close(found: dict[str, torch.Tensor], one: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -52,6 +52,11 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     assert not failures, "\n".join(failures)
     codes = [process.exitcode for process in processes]
     assert codes == [0] * world_size, f"ranks ended with {codes}"
+    return saved_results(folder, world_size)
+
+
+def saved_results(folder: Path, world_size: int) -> list[Any]:
+    """What `results_of_ranks` has left in `folder`."""
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 
