@@ -33,6 +33,13 @@ SMALL_STAGES = [
     "guardrails.action=off",
 ]
 
+SMALL_REDRAW = [
+    *(word.replace("algorithm.num_timesteps", "algorithms.image.num_timesteps") for word in SMALL_STAGES),
+    "stages.redraw.sampling.num_inference_steps=2",
+    "eval=null",
+    "save.best_metric=reward",
+]
+
 SMALL_UNIFIED = [
     "batch_size=2",
     "num_rollouts=2",

@@ -7,7 +7,7 @@ import pytest
 import stopping
 import torch
 from safetensors.torch import load_file
-from small import SMALL_STAGES, push_to_copies
+from small import SMALL_REDRAW, SMALL_STAGES, push_to_copies
 from stopping import comparable
 
 from unirl.app.environment import register_resolvers
@@ -74,9 +74,7 @@ def test_a_resumed_run_continues_both_policies_bit_for_bit_and_exports_them_by_n
 def test_three_stages_train_both_policies_and_resume_bit_for_bit(tmp_path):
     """The painter draws twice: its second image goes on from the first, which is credited with its reward."""
     register_resolvers()
-    words = [word.replace("algorithm.num_timesteps", "algorithms.image.num_timesteps") for word in SMALL_STAGES]
-    words += ["stages.redraw.sampling.num_inference_steps=2", "eval=null", "save.best_metric=reward"]
-    recipe = resolve(compose("worlds/phrases/redraw", words))
+    recipe = resolve(compose("worlds/phrases/redraw", SMALL_REDRAW))
     _, whole = run(recipe, tmp_path / "whole")
     _, first = run(recipe, tmp_path / "parts", after=1)
     _, second = run({**recipe, "resume": "auto"}, tmp_path / "parts")

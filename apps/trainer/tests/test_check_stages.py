@@ -165,7 +165,7 @@ MISTAKES = [
     ),
     (
         {
-            "stages.again": {"policy": "painter", "grows_from": "text"},
+            "stages.again": {"policy": "painter", "grows_from": "text", "engine": REPLICA},
             "policies.painter.engine": REPLICA,
             "policies.painter.sync": {"_target_": "unirl.distributed.weight_sync.full.FullWeightSync"},
         },

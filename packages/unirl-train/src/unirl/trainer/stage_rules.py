@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unirl.config.placement import group_of
 from unirl.config.runs import ComposedRun
 from unirl.types.recipe import Messages, Part, Stage
 
@@ -101,14 +102,26 @@ def stages_answer_whole(run: ComposedRun) -> Messages:
 
 
 def a_policy_is_pushed_to_one_engine(run: ComposedRun) -> Messages:
-    """One sync pushes to one engine."""
+    """One sync pushes to one engine, of one copy of the weights."""
     for policy in run.all_policies.values() if run.is_staged else ():
         served = [s for s in run.stages if s.policy == policy.name and s.engine.ability("has_own_weights")]
-        if len(served) > 1:
+        engines = {(s.engine.at, group_of(run, s.at).name, policy.pipeline_name(str(s.track))) for s in served}
+        if len(engines) > 1:
             shown = " and ".join(f"stages.{stage.track} ({stage.engine.name})" for stage in served)
             yield (
                 f"policy {policy.name}: {shown} each have weights of their own, and a sync pushes to one engine. "
-                "Sample all but one of them with the model that trains, or give them policies of their own."
+                "Let them take the engine of the policy in one pool, sample all but one of them with the model that "
+                "trains, or give them policies of their own."
+            )
+        made = {stage.track for stage in served}
+        copies = {track: own.ability("rollout_policy") for track, own in policy.algorithms.items() if track in made}
+        if len(set(copies.values())) > 1:
+            shown = " and ".join(
+                f"stages.{track} from {copy or 'the present weights'}" for track, copy in copies.items()
+            )
+            yield (
+                f"policy {policy.name}: its algorithms sample {shown}, and {served[0].engine.name} holds one copy of "
+                "the weights. Choose algorithms that sample from the same copy, or the engine that trains."
             )
 
 

@@ -40,6 +40,8 @@ class StagesEngine(BaseRolloutEngine):
     def __init__(self, stages: Mapping[str, BuiltStage]) -> None:
         self._stages = dict(stages)
         self._pipelines = {track: stage.pipeline for track, stage in stages.items()}
+        self._engines = list({id(stage.engine): stage.engine for stage in stages.values()}.values())
+        """Each once: stages of a policy may share one."""
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
@@ -107,7 +109,7 @@ class StagesEngine(BaseRolloutEngine):
         is_first = stage.grows_from is None
         reading = stage.reader.of_prompt(req.primitives) if is_first else Reading(inputs=dict(req.primitives))
         asked = _pinned(_of_prompt(req, params, reading), req.plans.get(track), params)
-        made = _made(stage.engine.generate(asked, copy), track)
+        made = stage.engine.generate(asked, copy).root_track()
         return self._counted(made, track, asked, params).replace(primitives=dict(req.primitives))
 
     def _grow(
@@ -131,7 +133,7 @@ class StagesEngine(BaseRolloutEngine):
         if reading.start is not None:
             asked = _begun(asked, reading.start.repeat_interleave(branch, dim=0))
         if reading.sizes is None or not isinstance(params, DiffusionSamplingParams):
-            made = _made(stage.engine.generate(asked, copy), track)
+            made = stage.engine.generate(asked, copy).root_track()
         else:
             own = params.height, params.width
             made = self._made_by_size(
@@ -164,7 +166,7 @@ class StagesEngine(BaseRolloutEngine):
             of_size = dataclasses.replace(params, height=height, width=width)
             shape = list(stage.pipeline.latent_shape(of_size))
             asked = req.select(own).replace(sampling_params=of_size, init_noise_latent_shape=shape)
-            made.append((own, _made(stage.engine.generate(asked, copy), track).sized(params)))
+            made.append((own, stage.engine.generate(asked, copy).root_track().sized(params)))
         return RolloutTrack.concat_rows(made)
 
     def _counted(self, made: RolloutTrack, track: str, req: RolloutReq, params: StageParams) -> RolloutTrack:
@@ -178,20 +180,20 @@ class StagesEngine(BaseRolloutEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def sleep(self) -> None:
         """All engines."""
-        for stage in self._stages.values():
-            stage.engine.sleep()
+        for engine in self._engines:
+            engine.sleep()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def wake_up(self) -> None:
         """All engines."""
-        for stage in self._stages.values():
-            stage.engine.wake_up()
+        for engine in self._engines:
+            engine.wake_up()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def shutdown(self) -> None:
         """All engines."""
-        for stage in self._stages.values():
-            stage.engine.shutdown()
+        for engine in self._engines:
+            engine.shutdown()
 
 
 def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:
@@ -219,9 +221,3 @@ def _begun(req: RolloutReq, clean: Tensor) -> RolloutReq:
     noise, sigmas = starting_latents(noise_recipe(req, params)), pinned_sigmas(req, params)
     start = torch.lerp(clean.to(noise), noise, float(sigmas[0]))
     return req.replace(request_conditions={"initial_latents": ImageLatentCondition(latents=start)})
-
-
-def _made(resp: RolloutResp, track: str) -> RolloutTrack:
-    if resp.root_name() != track:
-        raise ContractError(f"the engine of the stage {track!r} made a track {resp.root_name()!r}")
-    return resp.root_track()

@@ -59,7 +59,7 @@ def build_components(
     models: dict[str, BuiltModel] = {**policies, **still}
     wanted = run.teachers if asks_teachers else {}
     teachers = {name: build_model(plan, context.device) for name, plan in wanted.items()}
-    engines = {} if is_exported else {stage.at: _build_engine(run, stage, models, context) for stage in here}
+    engines = {} if is_exported else _build_engines(run, here, models, context)
     for policy in policies.values():
         _prepare_algorithms(run, policy, engines, reward, teachers if asks_teachers else None)
     engine = _joined(run, engines, models, context)
@@ -158,7 +158,7 @@ def _build_beside_training(
             for stage in here
             if stage.policy in run.frozen and not stage.engine.ability("has_own_model")
         }
-        engines = {stage.at: _build_engine(run, stage, models, context) for stage in here}
+        engines = _build_engines(run, here, models, context)
         made.update(engines)
         made["engine"] = _joined(run, engines, models, context)
         _announce(run, made["engine"], reward)
@@ -192,6 +192,21 @@ def _announce(run: ComposedRun, engine: Built, reward: Built) -> None:
     """With asynchronous rewards, let the engine pass finished samples to the reward of this worker."""
     if run.reward.get("is_async") and reward is not None:
         engine.announce_to(reward.take)
+
+
+def _build_engines(
+    run: ComposedRun, here: Sequence[Stage], models: dict[str, BuiltModel], context: WorkerContext
+) -> dict[str, Built]:
+    """The engines of stages, by where these stand. Stages that take the engine of their policy share it where it has
+    its own weights, which are pushed once."""
+    built: dict[str, Built] = {}
+    found = {}
+    for stage in here:
+        key = stage.engine.at if stage.engine.ability("has_own_weights") else stage.at
+        if key not in built:
+            built[key] = _build_engine(run, stage, models, context)
+        found[stage.at] = built[key]
+    return found
 
 
 def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel], context: WorkerContext) -> Built:
