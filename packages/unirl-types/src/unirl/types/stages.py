@@ -84,7 +84,7 @@ class BuiltStage:
     """One stage in one worker."""
 
     engine: RolloutEngine
-    """Of stages of one policy it may be the same; what it calls its track is not read."""
+    """Stages of one policy may share it; what it calls its track is not read."""
     pipeline: Any  # Any: a pipeline of tokens or of latents
     reader: StageReader
     policy: str
