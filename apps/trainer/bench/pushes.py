@@ -215,7 +215,8 @@ class Trainer:
         source.weights = self.spent.iterated("gather", source.weights)
         source.shards = self.spent.iterated("gather", source.shards)
         slices.tensor_checksums = self.spent.timed("sums", slices.tensor_checksums)  # ty: ignore[invalid-assignment]
-        weights.weight_specs = self.spent.timed("sums", weights.weight_specs)  # ty: ignore[invalid-assignment]
+        for name in ("weight_spec", "weight_specs"):
+            setattr(weights, name, self.spent.timed("sums", getattr(weights, name)))
 
     def sync(self, bucket_bytes: int, **options: Any) -> FullWeightSync:  # Any: as FullWeightSync
         """A sync to connect."""
