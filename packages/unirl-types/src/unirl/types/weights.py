@@ -277,6 +277,11 @@ class WeightBucket:
         """Bytes of all tensors together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    @property
+    def deltas(self) -> dict[str, Tensor]:
+        """The tensors that say which elements of others changed, by the names of those."""
+        return {spec.name: self.tensors[spec.name] for spec in self.kept if spec.name in self.tensors}
+
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """All that the bucket says, of these tensors."""
         return replace(self, tensors=tensors)
