@@ -34,6 +34,8 @@ own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
+_ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds")
+"""Fields of a request that its encoded prompts are in. SGLang moves initial latents to its device, but these not."""
 _LEVELS = 1000.0
 """Scale of a transformer's guidance and noise-level inputs: 1 is passed as 1000."""
 
@@ -79,8 +81,15 @@ def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) ->
 
 
 def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """Return our requests unchanged, since their prompts are already encoded."""
-    return encode(stage, batch, server_args) if GIVEN not in batch.extra else batch
+    """Return our requests with their prompts, which are already encoded, on the device that samples."""
+    if GIVEN not in batch.extra:
+        return encode(stage, batch, server_args)
+    device = importlib.import_module(f"{_ROOT}.distributed").get_local_torch_device()
+    for field in _ENCODED:
+        given: Any = getattr(batch, field, None)
+        if given is not None:
+            setattr(batch, field, [tensor.to(device) for tensor in given])
+    return batch
 
 
 def keep_given_guidance(prepare: Any, stage: Any, batch: Any, server_args: Any) -> Any:
