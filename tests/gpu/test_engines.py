@@ -107,7 +107,7 @@ def sglang(folder: Path, device: str, dtype: str, **options: Any) -> SGLangRollo
 TEXTS = [
     pytest.param(vllm, "fp32", id="vllm-fp32", marks=pytest.mark.vllm),
     pytest.param(vllm, "bf16", id="vllm-bf16", marks=pytest.mark.vllm),
-    pytest.param(sglang, "fp32", id="sglang-fp32", marks=pytest.mark.sglang),
+    # SGLang's kernels for norms have no float32 on a GPU.
     pytest.param(sglang, "bf16", id="sglang-bf16", marks=pytest.mark.sglang),
 ]
 
@@ -253,6 +253,7 @@ RECIPES = [
         "vllm",
         "worlds/arithmetic/vllm",
         ("+engine.engine_args={gpu_memory_utilization:0.1,enforce_eager:true}", "num_rollouts=4"),
+        TEXT_GAPS["fp32"],
         id="vllm-fp32",
         marks=pytest.mark.vllm,
     ),
@@ -262,37 +263,42 @@ RECIPES = [
         (
             "+engine.engine_args={mem-fraction-static:0.2,disable-cuda-graph:true,attention-backend:triton,"
             "sampling-backend:pytorch,grammar-backend:none}",
+            "engine.dtype=bf16",
             "num_rollouts=2",
         ),
+        TEXT_GAPS["bf16"],
         id="sglang-text",
         marks=pytest.mark.sglang,
     ),
-    pytest.param("vllm_omni", "worlds/shapes/vllm_omni", SMALL_IMAGES, id="vllm_omni", marks=pytest.mark.vllm_omni),
+    pytest.param(
+        "vllm_omni", "worlds/shapes/vllm_omni", SMALL_IMAGES, LATENT_GAP, id="vllm_omni", marks=pytest.mark.vllm_omni
+    ),
     pytest.param(
         "sglang",
         "worlds/shapes/sglang",
         (*SMALL_IMAGES, "+engine.engine_args.attention_backend=torch_sdpa"),
+        LATENT_GAP,
         id="sglang-images",
         marks=pytest.mark.sglang,
     ),
 ]
 
 
-@pytest.mark.parametrize(("engine", "recipe", "words"), RECIPES)
-def test_a_recipe_trains_on_the_samples_of_an_engine(engine, recipe, words, device, tmp_path, record_property):
+@pytest.mark.parametrize(("engine", "recipe", "words", "bound"), RECIPES)
+def test_a_recipe_trains_on_the_samples_of_an_engine(engine, recipe, words, bound, device, tmp_path, record_property):
     found = trained(
         tmp_path,
         recipe,
         f"device={device}",
         f"engine.python={python_of(engine)}",
-        "sync.canary_tolerance=0.01",
+        f"sync.canary_tolerance={2 * bound}",
         "guardrails.action=off",
         *words,
     )
     for step, record in sorted(found.items()):
         if step:
             record_property(f"gap_{step}", record["mismatch/logp_absdiff/max"])
-            assert record["mismatch/logp_absdiff/max"] < 0.05
+            assert record["mismatch/logp_absdiff/mean"] < bound
             assert record["policy/first_ratio_max_abs_dev"] < 1e-2
         if step > 1:
             assert record["sync/tensors"] > 0
