@@ -187,6 +187,11 @@ def findings(name, *overrides):
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
             VLLM,
+            [LORA_SYNC, "parts/train=lora", "+engine.max_lora_rank=64", "engine.dtype=fp32"],
+            "engine.dtype = fp32 with engine.max_lora_rank = 64, but vLLM's adapters on a GPU need bf16 or fp16.",
+        ),
+        (
+            VLLM,
             [LORA_SYNC, "parts/train=lora"],
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),

