@@ -22,14 +22,17 @@ def request_with(**extra):
         pooled_embeds=[torch.ones(2, 4)],
         negative_prompt_embeds=None,
         neg_pooled_embeds=[],
+        timesteps=torch.tensor([1000.0, 500.0]),
+        scheduler=SimpleNamespace(timesteps=torch.tensor([1000.0, 500.0]), sigmas=torch.tensor([1.0, 0.5, 0.0])),
         extra=extra,
     )
 
 
-def test_given_prompts_are_moved_to_the_device_that_samples(samples_elsewhere):
+def test_given_prompts_and_noise_levels_are_moved_to_the_device_that_samples(samples_elsewhere):
     batch = keep_given_text(None, None, request_with(**{GIVEN: {}}), None)
-    moved = [*batch.prompt_embeds, *batch.pooled_embeds]
-    assert [tuple(tensor.shape) for tensor in moved] == [(2, 3, 4), (2, 5), (2, 4)]
+    levels = [batch.timesteps, batch.scheduler.timesteps, batch.scheduler.sigmas]
+    moved = [*batch.prompt_embeds, *batch.pooled_embeds, *levels]
+    assert [tuple(tensor.shape) for tensor in moved] == [(2, 3, 4), (2, 5), (2, 4), (2,), (2,), (3,)]
     assert {tensor.device.type for tensor in moved} == {"meta"}
     assert batch.negative_prompt_embeds is None and batch.neg_pooled_embeds == []
 

@@ -8,7 +8,7 @@ import torch
 from sync_fakes import OneWeightPipeline, RememberingEngine, first_weight, nothing
 from train_fakes import TinyBundle, make_backend
 
-from unirl.distributed.weight_sync.canary import canary_primitives
+from unirl.distributed.weight_sync.canary import TokenCanary, canary_primitives
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
 from unirl.train.configs import LoraConfig
@@ -118,6 +118,22 @@ def test_the_canary_compares_the_engine_with_the_trainer():
     engine.read = lambda tensors: float("nan")
     with pytest.raises(WeightSyncError, match="differ by up to nan"):
         sync.push()
+
+
+def test_the_trainer_scores_the_canary_on_the_device_of_its_weights():
+    """An engine in another process answers in host memory."""
+    seen: list[str] = []
+
+    class Pipeline(OneWeightPipeline):
+        def replay(self, conditions: Any, segment: Any, params: Any) -> Any:
+            seen.append(segment.tokens.device.type)
+            return super().replay(conditions, segment, params)
+
+    canary = TokenCanary(Pipeline(lambda: 0.0), torch.device("meta"), canary_primitives(["a"], None), None)  # ty: ignore[invalid-argument-type]
+    engine = RememberingEngine()
+    canary.check(engine, engine.policy_version)
+    canary.replay_only()
+    assert seen == ["meta", "meta"]
 
 
 def test_a_canary_shows_the_same_pictures_in_every_push_where_the_model_needs_one():

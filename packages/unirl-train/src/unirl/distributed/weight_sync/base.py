@@ -245,7 +245,7 @@ def _canary(
     """The canary for this kind of sampling; a pipeline has only one kind."""
     match sampling:
         case ARSamplingParams():
-            return TokenCanary(cast("AutoregressivePipeline", pipeline), primitives, tolerance)
+            return TokenCanary(cast("AutoregressivePipeline", pipeline), backend.device, primitives, tolerance)
         case DiffusionSamplingParams():
             return TransitionCanary(
                 cast("DiffusionPipeline", pipeline), sampling, backend.device, primitives, tolerance

@@ -107,7 +107,7 @@ class Canary(ABC):
 
 
 class TokenCanary(Canary):
-    """The engine continues prompts; the trainer scores its tokens."""
+    """The engine continues prompts; the trainer scores its tokens. device: of the trainer's weights."""
 
     unit = "nats"
     default_tolerance: ClassVar[float] = 0.3
@@ -115,10 +115,15 @@ class TokenCanary(Canary):
     _params: ClassVar[ARSamplingParams] = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
 
     def __init__(
-        self, pipeline: AutoregressivePipeline, primitives: Mapping[str, Primitive], tolerance: float | None
+        self,
+        pipeline: AutoregressivePipeline,
+        device: torch.device,
+        primitives: Mapping[str, Primitive],
+        tolerance: float | None,
     ) -> None:
         super().__init__(primitives, self.default_tolerance if tolerance is None else tolerance)
         self._pipeline = pipeline
+        self._device = device
 
     def _request(self, version: int) -> RolloutReq:
         return RolloutReq(
@@ -130,19 +135,19 @@ class TokenCanary(Canary):
         )
 
     def _gaps(self, track: RolloutTrack) -> Tensor:
-        segment = _tokens(track)
+        segment, own = _tokens(track), track.to(self._device)
         if segment.log_probs is None:
             raise ContractError("the engine answered the canary without log-probs")
         with self._pipeline.evaluating():
-            own = self._pipeline.replay(track.conditions, segment, self._params).logp_N.detach().float().cpu()
-        return (own - segment.log_probs.cpu()).abs()
+            logp_N = self._pipeline.replay(own.conditions, _tokens(own), self._params).logp_N.detach().float().cpu()
+        return (logp_N - segment.log_probs.cpu()).abs()
 
     def _sample_of(self, track: RolloutTrack, position: int) -> int:
         return int(torch.bucketize(position, _tokens(track).cu_seqlens[1:], right=True))
 
     def replay_only(self) -> None:
         conditions = self._pipeline.encode(self._request(0).primitives, self._params)
-        tokens = [torch.zeros(1, dtype=torch.long) for _ in self._prompts]
+        tokens = [torch.zeros(1, dtype=torch.long, device=self._device) for _ in self._prompts]
         with self._pipeline.evaluating():
             self._pipeline.replay(conditions, TextSegment.pack(tokens=tokens, params=self._params), self._params)
 

@@ -81,7 +81,7 @@ def keyed_noise(draw: Any, controller: Any, batch: Any, model_output: Tensor) ->
 
 
 def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """Return our requests with their prompts, which are already encoded, on the device that samples."""
+    """Return our requests with their encoded prompts and their noise levels on the device that samples."""
     if GIVEN not in batch.extra:
         return encode(stage, batch, server_args)
     device = importlib.import_module(f"{_ROOT}.distributed").get_local_torch_device()
@@ -89,6 +89,9 @@ def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> An
         given: Any = getattr(batch, field, None)
         if given is not None:
             setattr(batch, field, [tensor.to(device) for tensor in given])
+    batch.timesteps = batch.timesteps.to(device)
+    for name in ("timesteps", "sigmas"):
+        setattr(batch.scheduler, name, getattr(batch.scheduler, name).to(device))
     return batch
 
 
