@@ -1,6 +1,7 @@
 """Scorers that test_child_scorer runs in other processes."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -58,3 +59,10 @@ class Colliding(Uneven):
     def __init__(self, *, name):
         super().__init__(name=name)
         self.component_weights = {"reward": 1.0}
+
+
+class Deadly(Steered):
+    """Kills its process where it is made."""
+
+    def __init__(self, *, name):
+        os.kill(os.getpid(), signal.SIGKILL)

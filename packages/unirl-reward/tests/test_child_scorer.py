@@ -1,6 +1,7 @@
 """Scorers in child processes: the same numbers, another environment, and what becomes of processes that die or hang."""
 
 import os
+import signal
 import site
 import subprocess
 import sys
@@ -117,6 +118,18 @@ def test_a_process_that_dies_is_replaced_and_its_request_answered(steered, tmp_p
     assert steered.score(texts("dd")).rewards.tolist() == [2.0]
 
 
+def test_a_process_that_is_killed_while_it_makes_the_scorer_is_replaced(tmp_path):
+    scorer = child("scorers_of_tests.Steered", {"folder": str(tmp_path)})
+    assert scorer.pid is not None
+    os.kill(scorer.pid, signal.SIGKILL)
+    assert scorer.score(texts("a", "bb")).rewards.tolist() == [1.0, 2.0]
+    scorer.close()
+    scorer = child("scorers_of_tests.Deadly", {})
+    with pytest.raises(ConfigError, match="before it made the scorer, the process of .* ended by signal 9"):
+        scorer.score(texts("a"))
+    scorer.close()
+
+
 def test_a_process_that_is_late_is_ended_and_the_next_request_answered(tmp_path):
     scorer = child("scorers_of_tests.Steered", {"folder": str(tmp_path)}, timeout_s=1.0)
     scorer.score(texts("a"))
@@ -161,7 +174,7 @@ def test_a_scorer_that_cannot_be_made_says_why(scorer, arguments, message):
 def test_an_environment_without_unirl_is_named(tmp_path):
     python = str(other_environment(tmp_path / "bare", has_unirl=False))
     scorer = ChildScorer("only_there.Scorer", python, name="own")
-    with pytest.raises(ConfigError, match=r"before it made the scorer\. Its environment needs unirl-reward"):
+    with pytest.raises(ConfigError, match=r"(?s)before it made the scorer, .*Its environment needs unirl-reward"):
         scorer.score(texts("a"))
     scorer.close()
     with pytest.raises(ConfigError, match="is no file"):

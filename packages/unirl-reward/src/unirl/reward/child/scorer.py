@@ -132,10 +132,10 @@ class ChildScorer:
                 self._pipe_of().send_bytes(body)
                 return self._received("scores", self._timeout_s, "timeout_s")
             except (EOFError, OSError) as error:
-                death = self._death()
-                if not self._is_made:
+                was_killed, death = self._death()
+                if not self._is_made and not (was_killed and deaths < _MAX_DEATHS):
                     raise ConfigError(
-                        f"scorer {self.name}: the process of {self._python} {death} before it made the scorer. Its "
+                        f"scorer {self.name}: before it made the scorer, the process of {self._python} {death} Its "
                         "environment needs unirl-reward and what the scorer imports."
                     ) from error
                 if deaths == _MAX_DEATHS:
@@ -173,8 +173,9 @@ class ChildScorer:
             raise EOFError
         return self._pipe
 
-    def _death(self) -> str:
-        """How the process ended; it is replaced by the next request."""
+    def _death(self) -> tuple[bool, str]:
+        """True if a signal ended the process, which may strike a sound one, and how it ended; it is replaced by
+        the next request."""
         process = self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             if process is not None:
@@ -183,7 +184,7 @@ class ChildScorer:
         how = "is gone" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
         tail = self._tail()
         self._end()
-        return f"{how}. {tail}"
+        return code is not None and code < 0, f"{how}. {tail}"
 
     def _tail(self) -> str:
         with contextlib.suppress(OSError):
