@@ -5,7 +5,7 @@ import torch
 from runtime_fakes import InProcess, Source, build_source, grown, names
 
 from unirl.distributed.groups import WorkerGroups
-from unirl.distributed.worker import WorkerContext
+from unirl.distributed.worker import Usage, WorkerContext
 from unirl.types.errors import ContractError
 
 
@@ -62,6 +62,26 @@ def test_a_value_that_does_not_divide_stays_where_it_is(groups) -> None:
     with pytest.raises(ContractError, match="4 samples, which do not divide over 3 devices"):
         groups.role("source").echo(held)
     assert groups.role("engine").echo(held).batch_size == 4
+
+
+class Mortal(InProcess):
+    """Workers that answer nothing once they are stopped, as processes."""
+
+    def usage(self) -> Usage:
+        if self.is_closed:
+            raise ContractError("this runtime is closed")
+        return super().usage()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+def test_resources_of_a_group_that_died_are_those_that_it_said_last() -> None:
+    train, reward = Mortal(build_source, 1), Mortal(build_reward, 1)
+    with WorkerGroups(train, {"reward": reward}) as groups:
+        before = groups.usage()
+        reward.close()
+        assert not groups.is_closed and groups.usage().cpu_s >= before.cpu_s > train.usage().cpu_s
 
 
 def test_a_group_without_its_role_is_refused() -> None:

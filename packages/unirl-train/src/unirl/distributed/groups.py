@@ -44,6 +44,7 @@ class WorkerGroups(Runtime):
         self._led = dict(led or {})
         self._pools = dict(pools or {})
         self._groups = list(dict.fromkeys((main, *elsewhere.values(), *self._pools.values())))
+        self._used: dict[Runtime, Usage] = {}
         self._on_close = on_close
         for runtime in self._groups:
             runtime.neighbours = frozenset(self._groups) - {runtime}
@@ -75,8 +76,10 @@ class WorkerGroups(Runtime):
         return self._main.is_closed
 
     def usage(self) -> Usage:
-        """Resources used by the workers of all groups so far."""
-        parts = [runtime.usage() for runtime in self._groups]
+        """Resources used by the workers of all groups so far; by stopped ones, what they had used when they were last
+        asked, so that the rollouts before a death can be saved."""
+        self._used |= {runtime: runtime.usage() for runtime in self._groups if not runtime.is_closed}
+        parts = self._used.values()
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
 
     def pool_metrics(self) -> dict[str, float]:
