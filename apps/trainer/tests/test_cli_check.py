@@ -362,6 +362,36 @@ def test_a_mistake_in_the_placement_is_named_with_its_key_and_the_fix(recipes, c
         check_recipe(changed(recipes["worlds/shapes/replica"], {**ON_RAY, **changes}))
 
 
+PARITY_MISTAKES = [
+    ({"guardrails.action": "off"}, "guardrails.parity_interval = 5 does nothing with guardrails.action: off. Remove"),
+    ({"eval": None}, "compares samples of held-out prompts, but there is no eval section. Add eval.prompts."),
+    ({"engine.drop_text_encoders": True}, "engine.drop_text_encoders: true frees what does. Remove one of them."),
+    (
+        {"device": "cuda", "residency": {"sleep_engine": True}},
+        "residency.sleep_engine: true lets something leave the device meanwhile. Remove one of them.",
+    ),
+    (
+        {"engine._target_": "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine", "engine.dtype": ...},
+        "does nothing with TrainsideRolloutEngine, which samples with the model that trains. Remove",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), PARITY_MISTAKES, ids=[str(m[0])[:40] for m in PARITY_MISTAKES])
+def test_a_comparison_that_the_trainer_cannot_make_is_refused(recipes, changes, message):
+    whole = changed(recipes["worlds/shapes/replica"], {"guardrails": {"parity_interval": 5}})
+    check_recipe(whole)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(changed(whole, changes))
+
+
+def test_only_one_stage_is_compared(recipes):
+    with pytest.raises(ConfigError, match="compares one stage of one policy, but this run has several"):
+        check_recipe(changed(recipes["worlds/phrases/both"], {"guardrails": {"parity_interval": 5}}))
+    with pytest.raises(ConfigError, match="an environment answers what is sampled"):
+        check_recipe(changed(recipes["worlds/tools/grpo"], {"guardrails": {"parity_interval": 5}}))
+
+
 def test_groups_may_share_devices_whose_memory_they_give_back(recipes):
     placed = {**ON_RAY, "device": "cuda", "placement.train": "0-3", "placement.rollout": "2-3"}
     recipe = changed(recipes["worlds/shapes/replica"], placed)

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 FAMILIES = (
     "reward|group|advantage|policy|mismatch|response|nft|awm|crd|dgpo|dpo|guard|dppo|drpo|cppo|sapo|vespo|dro|ppo|train|eval"
-    "|timing_s|perf"
+    "|parity|timing_s|perf"
 )
 
 

@@ -392,7 +392,7 @@ def test_what_is_stuck_is_named_with_its_stack(tmp_path: Path, monkeypatch: Any,
 
 
 def test_a_part_that_waits_nearly_always_is_an_alarm_that_stops_no_run(tmp_path: Path):
-    others = {
+    others: dict[str, Any] = {
         "grad_norm_factor": 1e9,
         "reward_drop": 1e9,
         "logp_gap_factor": 1e9,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.parity import parity_metrics
 from unirl.types.errors import ConfigError
 
 
@@ -60,6 +61,27 @@ def test_a_state_without_the_ranges_of_later_alarms_is_taken():
     guard = Guardrails(GuardrailConfig())
     guard.load_state_dict({"norms": [1.0], "rewards": [0.5], "alarms": 0})
     assert guard.state_dict() == {"norms": [1.0], "rewards": [0.5], "gaps": {}, "scores": {}, "waits": {}, "alarms": 0}
+
+
+def test_rewards_that_differ_by_more_than_chance_are_noticed_until_the_next_comparison():
+    guard = Guardrails(GuardrailConfig(parity_interval=2))
+    trainer = [0.1 * row for row in range(10)]
+    noisy = [value + (0.2 if row % 2 else -0.15) for row, value in enumerate(trainer)]
+    assert watched(guard, 0.2, 1.0, **parity_metrics(noisy, trainer)) == ""
+    lower = [value - 0.2 - 0.01 * (row % 2) for row, value in enumerate(trainer)]
+    said = watched(guard, 0.2, 1.0, **parity_metrics(lower, trainer))
+    assert "reward_parity: on the same held-out prompts the engine's samples have the mean reward 0.245 and" in said
+    assert "trainer's 0.45, 0.205 apart with a standard error of 0.0017 (limit 0.03)" in said
+    assert "reward_parity" in watched(guard, 0.2, 1.0)
+    assert watched(guard, 0.2, 1.0, **parity_metrics(trainer, trainer)) == ""
+    assert "reward_parity" in watched(guard, 0.2, 1.0, **parity_metrics([0.0] * 3, [1.0] * 3)), "always another one"
+    assert parity_metrics([1.0], [0.0]) == {}
+
+
+def test_a_sure_but_small_difference_of_rewards_is_rounding():
+    guard = Guardrails(GuardrailConfig(parity_interval=1))
+    trainer = [0.1 * row for row in range(10)]
+    assert watched(guard, 0.2, 1.0, **parity_metrics([value + 1e-3 for value in trainer], trainer)) == ""
 
 
 def test_wrong_settings_are_refused():

@@ -390,6 +390,7 @@ RUN_RULES = (
     "unirl.trainer.rules",
     "unirl.trainer.stage_rules",
     "unirl.trainer.residency_rules",
+    "unirl.trainer.guardrail_rules",
     "unirl.trainer.loops.rules",
 )
 """Modules with rules of the whole run, which take only the run; see `unirl.types.recipe`."""

@@ -116,6 +116,8 @@ class Trainer:
             self._done += 1
             is_last = self._is_done()
             # Before evaluation and checkpoint, which then use the weights that the run continues with.
+            if self._learner.is_parity_due(self._done):
+                metrics.update(self._compare(self._done))
             is_sound = self._stay_in_range(metrics)
             try:
                 if is_last or record.is_evaluation_due(self._done):
@@ -135,6 +137,9 @@ class Trainer:
         evaluator = self._record.evaluator
         pushed = {} if evaluator is None else self._learner.push(done, evaluator.config.policy)
         return {**pushed, **self._record.evaluate(done)}
+
+    def _compare(self, done: int) -> dict[str, float]:
+        return self._learner.compare(done, self.collector.rollout_policy)
 
     def _stay_in_range(self, metrics: dict[str, float]) -> bool:
         """Stop or roll back a run that has left its usual range; returns True if a checkpoint would be sound.

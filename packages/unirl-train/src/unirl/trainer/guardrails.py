@@ -25,6 +25,7 @@ AlarmName = Literal[
     "penalty_share",
     "first_ratio",
     "logp_gap",
+    "reward_parity",
     "reward_hacking",
     "idle_part",
 ]
@@ -41,6 +42,10 @@ LOGP_GAP = "mismatch/logp_absdiff/mean"
 WALL_S = "schedule/wall_s"
 PARTS = ("engine", "reward", "learner")
 """What overlaps in a schedule, as in `schedule/<part>_idle_s`."""
+PARITY = ("parity/engine_reward", "parity/trainer_reward", "parity/gap_stderr", "parity/reward_std")
+"""Metrics of `unirl.trainer.parity`."""
+LEAST_PARITY_GAP = 0.1
+"""Share of the rewards' standard deviation over prompts up to which a difference is rounding, however sure it is."""
 ROUNDING_GAP = 1e-6
 """Log-prob gaps up to this are float32 rounding and are ignored."""
 
@@ -68,6 +73,13 @@ class GuardrailConfig:
     """Alarm if a ratio before the first update, which should be exactly 1, differs from 1 by more than this."""
     logp_gap_factor: Annotated[float, Bounds(gt=1)] = 5.0
     """Alarm if the mean log-prob gap between engine and trainer exceeds this many times its running median."""
+    parity_interval: PositiveInt | None = None
+    """Rollouts between comparisons of rewards of engine and trainer on the same held-out prompts; None makes none."""
+    parity_samples: Annotated[int, Bounds(ge=2)] = 32
+    """Prompts of a comparison, one sample each by both."""
+    parity_gap: Positive = 4.0
+    """Alarm if the mean rewards differ by more than this many standard errors of their paired difference, and by more
+    than a tenth of the rewards' standard deviation."""
     scorer_drop: Positive = 4.0
     """Alarm if from the first to the second half of the window the reward rises and a scorer falls, each by this many
     standard errors."""
@@ -122,6 +134,8 @@ class Guardrails:
         """Mean reward and mean of each scorer, for every rollout in the window."""
         self._waits: dict[str, list[float]] = {}
         """Share of each rollout's wall time in which a part waited, in the window."""
+        self._parity: Alarm | None = None
+        """The alarm of the newest comparison, until there is another."""
         self._alarms_in_a_row = 0
 
     def observe(self, metrics: Mapping[str, float]) -> list[Alarm]:
@@ -135,6 +149,7 @@ class Guardrails:
             *self._penalty_alarms(metrics),
             *self._ratio_alarms(metrics),
             *self._gap_alarms(metrics),
+            *self._parity_alarms(metrics),
             *self._hacking_alarms(metrics),
             *self._idle_alarms(metrics),
         ]
@@ -164,6 +179,7 @@ class Guardrails:
     def reset(self) -> None:
         """Reset the count of consecutive alarms (after a rollback)."""
         self._alarms_in_a_row = 0
+        self._parity = None
 
     # What is wrong ----------------------------------------------------------------------------------------------
 
@@ -249,6 +265,22 @@ class Guardrails:
                 )
             else:
                 self._gaps[name] = self._newest([*known, gap])
+
+    def _parity_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
+        if PARITY[0] in metrics:
+            engine, trainer, error, spread = (metrics[name] for name in PARITY)
+            least = max(self.config.parity_gap * error, LEAST_PARITY_GAP * spread)
+            self._parity = None
+            if not abs(engine - trainer) <= least:
+                self._parity = Alarm(
+                    "reward_parity",
+                    f"on the same held-out prompts the engine's samples have the mean reward {engine:.4g} and the "
+                    f"trainer's {trainer:.4g}, {abs(engine - trainer):.3g} apart with a standard error of {error:.2g} "
+                    f"(limit {least:.2g}): the engine does not sample as the trainer does; compare its weights, "
+                    "guidance, solver, temperature and decoder with the recipe's",
+                )
+        if self._parity is not None:
+            yield self._parity
 
     def _hacking_alarms(self, metrics: Mapping[str, float]) -> Iterator[Alarm]:
         for name in ("reward/mean", *(f"reward/{name}/mean" for name in self._scorers)):

@@ -101,12 +101,14 @@ def scored_batches(
     policy: Copies,
     samples_per_prompt: int,
     track: str | None,
+    engine: str = "engine",
 ) -> Iterator[ScoredBatch]:
     """Generate and score all rows, `batch_size` samples at a time. A batch is released when the next begins.
 
     track: the track to score; None is the root. If another track is scored, the root gets its rewards too.
+    engine: role of what generates.
     """
-    engine, reward = runtime.role("engine", EngineRole), runtime.role("reward", RewardRole)
+    generating, reward = runtime.role(engine, EngineRole), runtime.role("reward", RewardRole)
     step = max(1, batch_size // samples_per_prompt)
     for start in range(0, len(rows), step):
         part = list(rows[start : start + step])
@@ -114,7 +116,7 @@ def scored_batches(
         while (len(padded) * samples_per_prompt) % runtime.num_shards:
             padded.append(part[0])
         req = build(padded)
-        with engine.generate(req, policy=policy) as resp:
+        with generating.generate(req, policy=policy) as resp:
             name = track or resp.meta.root_name()
             reward.score_track(resp, name, is_shaped=False)
             resp.refresh()

@@ -12,7 +12,9 @@ from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import ScoredRollout
 from unirl.trainer.guardrails import ALARMS, CHANGED_TENSORS, Alarm, Guardrails
+from unirl.trainer.parity import Parity
 from unirl.trainer.roles import FollowsTraining, StackRole, SyncRole
+from unirl.trainer.settings import is_due
 from unirl.types.copies import Copies
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,22 @@ class Learner:
     """Owns the weights of a run, through the roles `stack` and `sync`.
 
     sync: pushes the policy to engines with separate weights; None if the engine samples with the trained model.
+    parity: compares engine and trainer every `guardrails.parity_interval` rollouts. scored_track: as in the collector.
     """
 
     def __init__(
-        self, runtime: Runtime, *, guardrails: Guardrails, clock: PhaseClock, sync: SyncRole | None = None
+        self,
+        runtime: Runtime,
+        *,
+        guardrails: Guardrails,
+        clock: PhaseClock,
+        sync: SyncRole | None = None,
+        parity: Parity | None = None,
+        scored_track: str | None = None,
     ) -> None:
+        self._runtime = runtime
+        self._parity = parity
+        self._scored_track = scored_track
         self._stack = runtime.role("stack", StackRole)
         self._sync = sync
         self._clock = clock
@@ -121,6 +134,18 @@ class Learner:
         return taken
 
     # Guardrails -------------------------------------------------------------------------------------------------
+
+    def is_parity_due(self, done: int) -> bool:
+        """True every `guardrails.parity_interval` rollouts."""
+        return self._parity is not None and is_due(done, self._guardrails.config.parity_interval or 0)
+
+    def compare(self, done: int, policy: Copies) -> dict[str, float]:
+        """Push a policy after `done` rollouts, and compare what engine and trainer sample from it; returns metrics."""
+        if self._parity is None:
+            return {}
+        pushed = self.push(done, policy)
+        with self._clock.phase("eval"):
+            return {**pushed, **self._parity.run(self._runtime, policy, self._scored_track)}
 
     def watch(self, metrics: Mapping[str, float], done: int) -> Watch:
         """Check if the run is within its usual range after `done` rollouts."""

@@ -27,6 +27,7 @@ from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
 from unirl.trainer.modality import Modality
+from unirl.trainer.parity import Parity
 from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
@@ -85,6 +86,11 @@ def make_trainer(
         media_interval=file.media_interval,
     )
     clock = clock if clock is not None else PhaseClock()
+    watching = GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node)
+    parity = None
+    if evaluator is not None and watching.parity_interval is not None:
+        rows = evaluator.rows[: min(watching.parity_samples, evaluator.config.num_samples)]
+        parity = Parity(rows, evaluator.params, evaluator.config.batch_size)
     plan = _residency_plan(run)
     if plan:
         backends = [role_name(name, "backend", run.all_policies) for name in run.policies]
@@ -99,11 +105,12 @@ def make_trainer(
         evaluator=evaluator,
         guardrails=functools.partial(
             Guardrails,
-            GuardrailConfig() if run.guardrails is None else instantiate(run.guardrails.node),
+            watching,
             scorers=[name for name, weight in scorer_weights(recipe["reward"]).items() if weight >= 0],
             learns_from_reward=run.advantages.get("kind") != "equal"
             and not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
         ),
+        parity=parity,
         max_staleness=file.schedule.staleness,
         trackers=trackers,
         run_dir=run_dir,
@@ -170,6 +177,7 @@ def assemble(
     samples: Samples | None = None,
     collects_ahead: bool = False,
     max_staleness: int = 0,
+    parity: Parity | None = None,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
@@ -193,7 +201,7 @@ def assemble(
         collects_ahead=collects_ahead,
     )
     watching = guardrails(exact_ratios=[] if max_staleness else stack.exact_ratios())
-    learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync)
+    learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync, parity=parity, scored_track=scored_track)
     record = RunRecord(
         runtime,
         settings,

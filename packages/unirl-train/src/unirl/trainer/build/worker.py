@@ -19,10 +19,14 @@ from unirl.distributed.worker import WorkerContext
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
+from unirl.trainer.parity import TRAINER_ENGINE
 from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_policy
 from unirl.types.recipe import TARGET, Stage
 from unirl.types.stages import BuiltStage
 
+TEXTS_OF_TRAINER = "unirl.rollout.engine.trainside.text.TrainsideTextEngine"
+LATENTS_OF_TRAINER = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
+"""Engine classes that sample with the model that trains."""
 STAGES_ENGINE = "unirl.rollout.stages.engine.StagesEngine"
 """Engine class that joins the engines of several stages."""
 
@@ -72,6 +76,8 @@ def build_components(
         stacks = {name: policy.stack for name, policy in policies.items()}
         roles["stack"] = PolicyStacks(stacks, None if run.is_staged else run.sampled)
     roles["sync"] = None if is_exported else _build_sync(run, policies, engines, context)
+    if not is_exported and run.guardrails is not None and run.guardrails.get("parity_interval") is not None:
+        roles[TRAINER_ENGINE] = _build_trainer_engine(run, policies[run.sampled], context)
     roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
     return {name: component for name, component in roles.items() if component is not None}
 
@@ -124,6 +130,23 @@ def _build_sync(
     if run.is_staged:
         return PolicySyncs(syncs, tracks, names_metrics=len(run.all_policies) > 1) if syncs else None
     return syncs.get(run.sampled)
+
+
+def _build_trainer_engine(run: ComposedRun, policy: BuiltPolicy, context: WorkerContext) -> Built:
+    """What samples with the model that trains, as the run's engine does with its copy; see `unirl.trainer.parity`."""
+    part = run.engine
+    size = part.get("forward_batch_size") or policy.plan.stack.get("micro_batch_size")
+    offered = {
+        "pipeline": policy.pipelines[next(iter(policy.plan.pipelines))],
+        "policies": policy.backend,
+        "forward_batch_size": size,
+        "rank": context.rank,
+        "track": run.stages[0].track,
+    }
+    if run.sampling.ability("samples_tokens"):
+        return instantiate({TARGET: TEXTS_OF_TRAINER}, **offered)
+    same = {name: part.node[name] for name in ("media_bits", "decode") if part.node.get(name) is not None}
+    return instantiate({TARGET: LATENTS_OF_TRAINER}, **offered, **same, device=context.device)
 
 
 def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], run_dir: str) -> Checkpointer:

@@ -149,6 +149,10 @@ class AsyncTrainer(Trainer):
         self._hold_up("engine", "reward", before=done)
         return super()._evaluate(done)
 
+    def _compare(self, done: int) -> dict[str, float]:
+        self._hold_up("engine", "reward", before=done)
+        return super()._compare(done)
+
     # Threads of engine and reward ---------------------------------------------------------------------------------
 
     def _generate(self, activity: Activity) -> bool:
