@@ -1,7 +1,7 @@
 """Measures weight pushes to an engine with a copy of the model on this machine, and prints Markdown.
 
     uv run python apps/trainer/bench/pushes.py [--megabytes 168] [--repeats 5]
-        [--transports ray files ipc nccl] [--device auto] [--json]
+        [--transports ray files ipc nccl] [--changed all tensors elements] [--device auto] [--json]
 
 A model of linear layers in float32 trains here; the engine is in this process ("beside"), and then in a worker of Ray,
 to which its weights cross by each transport. A push is timed without its canary, as sync/seconds is: gathering,
@@ -67,7 +67,7 @@ NUM_ELEMENTS = 50
 """Or one of so many elements of each."""
 KINDS_OF_SUMS: dict[str, SumKind] = {"xxh3 (on the host)": "xxh3_128", "words (where they lie)": "words_128"}
 PARTS = ("gather", "sums", "pack", "open", "verify", "load")
-MODES = (("", "all"), (", changed", "tensors"), (", elements", "elements"))
+MODES = {"": "all", ", changed": "tensors", ", elements": "elements"}
 """What a sync is called by what of the model it pushes."""
 
 
@@ -215,7 +215,8 @@ class Trainer:
         source.weights = self.spent.iterated("gather", source.weights)
         source.shards = self.spent.iterated("gather", source.shards)
         slices.tensor_checksums = self.spent.timed("sums", slices.tensor_checksums)  # ty: ignore[invalid-assignment]
-        weights.weight_specs = self.spent.timed("sums", weights.weight_specs)  # ty: ignore[invalid-assignment]
+        for name in ("weight_spec", "weight_specs"):
+            setattr(weights, name, self.spent.timed("sums", getattr(weights, name)))
 
     def sync(self, bucket_bytes: int, **options: Any) -> FullWeightSync:  # Any: as FullWeightSync
         """A sync to connect."""
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=float, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transports", nargs="*", default=["ray", "files", "ipc", "nccl"])
+    parser.add_argument("--changed", nargs="*", default=list(MODES.values()), choices=MODES.values())
     parser.add_argument("--device", default=CPU, choices=["auto", *KINDS])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -292,7 +294,8 @@ def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[s
     bucket_bytes = int(options.bucket_megabytes * 1e6)
     beside = CopyEngine(options.megabytes, torch.device(options.device), trainer.spent)
     syncs = {}
-    for suffix, changed in MODES:
+    modes = [(suffix, changed) for suffix, changed in MODES.items() if changed in options.changed]
+    for suffix, changed in modes:
         syncs[f"beside{suffix}"] = trainer.sync(bucket_bytes, changed=changed), changed
         syncs[f"beside{suffix}"][0].connect(beside)
     if not options.transports:
@@ -310,7 +313,7 @@ def connected(options: argparse.Namespace, trainer: Trainer) -> Generator[dict[s
     runtime = RayRuntime(_Builder(options.megabytes), num_devices=1, device=options.device, timeout_s=120)
     try:
         for transport in options.transports:
-            for suffix, changed in MODES:
+            for suffix, changed in modes:
                 sync = trainer.sync(bucket_bytes, changed=changed, transport=transport)
                 # Of several devices the worker has the first, as this process has.
                 sync.connect_elsewhere(

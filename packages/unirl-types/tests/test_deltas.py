@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirl.types.deltas import element_delta, put_delta, with_delta
+from unirl.types.deltas import element_delta, on_host, put_delta, with_delta
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import tensor_checksum
 
@@ -120,3 +120,12 @@ def test_bytes_that_are_no_delta_of_the_tensor_are_refused_and_write_nothing(dam
     with pytest.raises(WeightSyncError, match=r"\d+ bytes are no delta of a tensor of 90 torch.float32"):
         put_delta(base, damage(delta))
     assert not base.any()
+
+
+def test_deltas_of_a_device_come_to_the_host_together(monkeypatch):
+    deltas = {name: torch.arange(size, dtype=torch.uint8) for name, size in (("a", 3), ("b", 0), ("c", 7))}
+    assert on_host(deltas) == deltas and on_host({}) == {}
+
+    monkeypatch.setattr("unirl.types.deltas.is_accelerator", lambda device: True)
+    found = on_host(deltas)
+    assert all(torch.equal(found[name], delta) for name, delta in deltas.items()) and found.keys() == deltas.keys()

@@ -12,12 +12,14 @@ has changed, and gaps of one byte where one element in a hundred has.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unirl.types.devices import is_accelerator
 from unirl.types.errors import WeightSyncError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,6 +59,14 @@ def element_delta(base: Tensor, tensor: Tensor) -> ElementDelta:
         said = (np.diff(places, prepend=-1) - 1).astype(f"<u{written}").view(np.uint8)
     parts = (np.array([written], np.uint8), said, new.numpy()[places].view(np.uint8))
     return ElementDelta(num_changed, torch.from_numpy(np.concatenate(parts)))
+
+
+def on_host(deltas: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The deltas in host memory, where they are read; those of a device by one copy. All are on one device."""
+    if not any(is_accelerator(delta.device) for delta in deltas.values()):
+        return dict(deltas)
+    together = torch.cat(list(deltas.values())).cpu()
+    return dict(zip(deltas, together.split([len(delta) for delta in deltas.values()]), strict=True))
 
 
 def with_delta(base: Tensor, delta: Tensor) -> Tensor:

@@ -88,27 +88,32 @@ def tensor_checksums(
 ) -> list[str]:
     """Checksums of the tensors' bytes (row-major), the same on every device: 32 hexadecimal digits each.
 
-    tensors: all on one device for "words_128"; taken one by one. stops: for each tensor the rows at which its pieces
+    tensors: taken one by one. stops: for each tensor the rows at which its pieces
     end, see `WeightSpec`; its checksum is then one of theirs. None: all are in one piece.
     It finds what transports and bugs do to weights; it is no proof against a forger.
     Raises WeightSyncError for an unknown kind.
     """
+    if stops is None:
+        return _sums(tensors, kind)
     counts: list[int] = []
 
     def pieces() -> Iterator[Tensor]:
-        for tensor, ends in zip(tensors, itertools.repeat(()) if stops is None else stops, strict=False):
+        for tensor, ends in zip(tensors, stops, strict=True):
             counts.append(max(1, len(ends)))
             yield from [tensor[start:stop] for start, stop in pairwise((0, *ends))] if ends else [tensor]
 
+    of_each = iter(_sums(pieces(), kind))
+    return [joined_checksum([next(of_each) for _ in range(count)]) for count in counts]
+
+
+def _sums(tensors: Iterable[Tensor], kind: SumKind) -> list[str]:
     match kind:
         case "xxh3_128":
-            sums = [_xxh3(piece) for piece in pieces()]
+            return [_xxh3(tensor) for tensor in tensors]
         case "words_128":
-            sums = word_sums(pieces())
+            return word_sums(tensors)
         case other:
             raise WeightSyncError(f"checksums are of the kind {other!r}; install the same unirl-types on both sides")
-    of_each = iter(sums)
-    return [joined_checksum([next(of_each) for _ in range(count)]) for count in counts]
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -141,7 +146,8 @@ def weight_specs(tensors: Mapping[str, Tensor]) -> list[WeightSpec]:
 
 def weight_spec(name: str, tensor: Tensor) -> WeightSpec:
     """What a receiver must find for this tensor, see `weight_specs`."""
-    return weight_specs({name: tensor})[0]
+    kind = sum_kind(tensor.device)
+    return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype), _sums([tensor], kind)[0], sum_kind=kind)
 
 
 def checksums_as(specs: Sequence[WeightSpec], tensors: Iterable[Tensor]) -> list[str]:
@@ -152,7 +158,8 @@ def checksums_as(specs: Sequence[WeightSpec], tensors: Iterable[Tensor]) -> list
     given, found = iter(tensors), list[str]()
     for kind, of_kind in itertools.groupby(specs, key=lambda spec: spec.sum_kind):
         same = list(of_kind)
-        found += tensor_checksums(itertools.islice(given, len(same)), kind, [spec.stops for spec in same])
+        stops = [spec.stops for spec in same]
+        found += tensor_checksums(itertools.islice(given, len(same)), kind, stops if any(stops) else None)
     return found
 
 
@@ -270,6 +277,11 @@ class WeightBucket:
         """Bytes of all tensors together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    @property
+    def deltas(self) -> dict[str, Tensor]:
+        """The tensors that say which elements of others changed, by the names of those."""
+        return {spec.name: self.tensors[spec.name] for spec in self.kept if spec.name in self.tensors}
+
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """All that the bucket says, of these tensors."""
         return replace(self, tensors=tensors)
@@ -374,9 +386,13 @@ def _described(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterato
         if name in seen:
             raise WeightSyncError(f"weight {name} was sent twice")
         seen.add(name)
-        if group and (sum_kind(tensor.device) == "xxh3_128" or size + tensor.nbytes > max_bytes):
+        is_on_host = sum_kind(tensor.device) == "xxh3_128"
+        if group and (is_on_host or size + tensor.nbytes > max_bytes):
             yield from zip(weight_specs(group), group.values(), strict=True)
             group, size = {}, 0
+        if is_on_host:
+            yield weight_spec(name, tensor), tensor
+            continue
         group[name] = tensor
         size += tensor.nbytes
     yield from zip(weight_specs(group), group.values(), strict=True)

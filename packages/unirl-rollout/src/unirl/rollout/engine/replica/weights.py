@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from unirl.rollout.engine.push import PushReceiver, refuse
-from unirl.types.deltas import put_delta
+from unirl.types.deltas import on_host, put_delta
 from unirl.types.devices import copy_together, empty_cache, has_values, is_accelerator
 from unirl.types.errors import ContractError
 from unirl.types.weights import (
@@ -84,10 +84,11 @@ class ReplicaWeights:
 
     def receive(self, bucket: WeightBucket) -> None:
         """Keep the bucket's tensors, which do not change until the next push begins."""
+        deltas = on_host(bucket.deltas)
+        bucket = bucket.with_tensors({**bucket.tensors, **deltas})
         with self.pushes.receiving(bucket, self._pushed() if bucket.kept else {}):
-            kept = {spec.name for spec in bucket.kept}
-            for name, tensor in bucket.tensors.items():
-                (self._deltas if name in kept else self._received)[name] = tensor
+            self._deltas.update(deltas)
+            self._received.update({name: tensor for name, tensor in bucket.tensors.items() if name not in deltas})
 
     @torch.no_grad()
     def finish(self, policy_version: int, policy: str | None) -> WeightReceipt:
