@@ -107,7 +107,12 @@ def rows(page: Path, *, after: str = "") -> set[str]:
 CURVED = curves()
 EQUAL = rows(DOCS / "models" / "README.md", after="## Against the stock pipeline\n")
 REHEARSED = rows(DOCS / "results" / "rehearsals.md")
-ON_GPU = {name for name in rows(DOCS / "results" / "performance.md", after="## On one H100\n") if "/" in name}
+ON_GPU = {
+    name
+    for gpu in ("H100", "H200")
+    for name in rows(DOCS / "results" / "performance.md", after=f"## On one {gpu}\n")
+    if "/" in name
+}
 
 
 def page(known: Mapping[str, Mapping[str, Any]]) -> str:
