@@ -123,6 +123,11 @@ def test_a_process_that_is_killed_while_it_makes_the_scorer_is_replaced(tmp_path
     assert scorer.pid is not None
     os.kill(scorer.pid, signal.SIGKILL)
     assert scorer.score(texts("a", "bb")).rewards.tolist() == [1.0, 2.0]
+    assert scorer.pid is not None
+    os.kill(scorer.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, scorer.pid, os.WEXITED | os.WNOWAIT)
+    (tmp_path / "die").touch()
+    assert scorer.score(texts("ccc")).rewards.tolist() == [3.0], "an idle process does not die of the next request"
     scorer.close()
     scorer = child("scorers_of_tests.Deadly", {})
     with pytest.raises(ConfigError, match="before it made the scorer, the process of .* ended by signal 9"):

@@ -122,6 +122,9 @@ class ChildScorer:
 
     def _answer(self, body: bytes) -> bytes:
         """The child's answer, from another process if one dies."""
+        process = self._process
+        if self._is_made and process is not None and process.poll() is not None:
+            logger.warning("scorer %s: its idle process %s Another one takes its place.", self.name, self._death()[1])
         for deaths in range(1, _MAX_DEATHS + 1):
             try:
                 if self._process is None:
