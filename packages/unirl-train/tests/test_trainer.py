@@ -429,6 +429,23 @@ def test_evaluations_leave_training_as_it_is(tmp_path: Path, kind: Any):
     assert same(plain.weights_at(3), watched.weights_at(3))
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_metrics_are_logged_before_the_checkpoint_that_a_killed_run_resumes_from(tmp_path: Path, is_evaluated: bool):
+    run = Run(tmp_path, num_rollouts=3, save_interval=1, evaluation={"interval": 1} if is_evaluated else None)
+    checkpointer: Any = run.runtime.component("checkpointer")
+    save = checkpointer.save
+
+    def noted(step: int, *args: Any) -> None:
+        run.events.append(f"save:{step}")
+        save(step, *args)
+
+    checkpointer.save = noted
+    run.trainer.run()
+    order = [each for each in run.events if isinstance(each, str) and each.startswith(("log:", "save:"))]
+    expected = [f"{what}:{step}" for step in (1, 2, 3) for what in ("log", "save")]
+    assert [each for each in order if each != "log:0"] == expected
+
+
 @pytest.mark.parametrize("metric", ["reward", "bright"])
 def test_the_best_checkpoint_is_the_one_of_the_best_metric(tmp_path: Path, metric: str):
     run = Run(tmp_path, num_rollouts=6, eval_interval=1, save_interval=1, best_metric=metric, evaluation={})

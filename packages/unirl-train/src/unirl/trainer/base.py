@@ -122,11 +122,12 @@ class Trainer:
             try:
                 if is_last or record.is_evaluation_due(self._done):
                     metrics.update(self._evaluate(self._done))
-                is_regular = is_sound and is_due(self._done, self._settings.save_interval)
-                if is_last or self._stop.is_set() or is_regular:
-                    self._save()
             finally:
                 record.log(metrics, self._done)
+            # After the metrics, of which a resumed run drops what is past its checkpoint, and misses what is not.
+            is_regular = is_sound and is_due(self._done, self._settings.save_interval)
+            if is_last or self._stop.is_set() or is_regular:
+                self._save()
 
     def _is_done(self) -> bool:
         budget_s = self._settings.max_cpu_s

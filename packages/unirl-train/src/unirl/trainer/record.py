@@ -101,6 +101,7 @@ class RunRecord:
         """Wait for the last checkpoint; returns the summary, also written to `summary.json`."""
         with self._clock.phase("checkpoint"):
             self._checkpointer.wait()
+        self._timeline.write([*self._clock.spans.take(), *self._runtime.take_spans()], done)
         summary = self._summary(done, is_complete=is_complete, num_dropped_groups=num_dropped_groups)
         (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for tracker in self._trackers:
