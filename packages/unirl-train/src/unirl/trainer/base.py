@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from unirl.train.checkpoint.saved import DRIVER_STATE
 from unirl.trainer.clock import TRAINING, PhaseClock
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Alternates between collecting and learning. Independent of devices and Ray;
     `unirl.trainer.build.assembly.make_trainer` joins the parts."""
+
+    _takes_left_over: ClassVar[bool] = False
+    """True if the loop continues where requests were overtaken, see `Collector.left_over`."""
 
     def __init__(
         self,
@@ -209,17 +212,13 @@ class Trainer:
             changed.add("track_advantages")
         self._done = int(state["next_rollout"])
         self.collector.load_state_dict(state, changed=changed)
-        if self.collector.left_over is not None and not self._takes_left_over():
+        if self.collector.left_over is not None and not self._takes_left_over:
             raise CheckpointError(
                 "the checkpoint is of a schedule whose requests overtook others (schedule.window), which are still to "
                 "be trained on. Resume with schedule.kind: async."
             )
         self._learner.load_state_dict(state, changed=changed)
         self._record.load_state_dict(state, changes=changes)
-
-    def _takes_left_over(self) -> bool:
-        """True if the loop continues where requests were overtaken, see `Collector.left_over`."""
-        return False
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and data rows that differ from a checkpoint's."""

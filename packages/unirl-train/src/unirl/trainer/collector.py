@@ -28,7 +28,7 @@ from unirl.trainer.request import unique_ids
 from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
-from unirl.types.errors import ConfigError, RewardError
+from unirl.types.errors import CheckpointError, ConfigError, RewardError
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -93,6 +93,15 @@ class LeftOver:
     ahead: Sequence[int]
     """Later ones that are."""
     prompts_per_request: int
+
+    def require(self, prompts_per_request: int) -> None:
+        """Raise CheckpointError if the run that resumes has requests of another size."""
+        if self.prompts_per_request != prompts_per_request:
+            raise CheckpointError(
+                f"the checkpoint has trained on requests of {self.prompts_per_request} prompts ahead of older ones, "
+                f"and this run has {prompts_per_request}. Resume with schedule.groups_per_request: "
+                f"{self.prompts_per_request}."
+            )
 
 
 class Collector(Generic[ParamsT]):

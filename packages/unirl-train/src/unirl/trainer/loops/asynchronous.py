@@ -19,37 +19,25 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import RequestOf, ScoredGroups
 from unirl.trainer.loops.calls import CallOrder
-from unirl.trainer.loops.gauges import LoopGauges, span_metrics
-from unirl.trainer.loops.order import Begun, OrderLog
+from unirl.trainer.loops.gauges import LoopGauges, span_metrics, waiting_metrics
+from unirl.trainer.loops.order import Begun, OrderLog, is_due, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
-from unirl.trainer.loops.slots import Slot, Slots
+from unirl.trainer.loops.slots import CutRequest, Slot, Slots
 from unirl.trainer.settings import TrainerSettings
-from unirl.types.errors import CheckpointError
 from unirl.types.heartbeat import Activity
 from unirl.types.rollout import RolloutReq
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A request that a push has cut short."""
-
-    slot: Slot[ScoredGroups]
-    req: RolloutReq
-    begun: Held
 
 
 class AsyncTrainer(Trainer):
     """Trains on rollouts that are collected ahead, at most `max_staleness` versions old.
 
-    groups_per_request: prompts of one request; None: all of a rollout. Smaller ones are fresher and let engine and
-    reward overlap more, larger ones fill the engine better.
+    groups_per_request: prompts of one request; None: all of a rollout.
     window: see `unirl.trainer.loops.slots.Slots`.
     requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
         take one, and a repeated order as many as it needs.
@@ -58,6 +46,8 @@ class AsyncTrainer(Trainer):
         `unirl.trainer.loops.order`.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
     """
+
+    _takes_left_over: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,12 +64,9 @@ class AsyncTrainer(Trainer):
     ) -> None:
         super().__init__(settings, **parts)
         self._groups_per_request = groups_per_request or settings.batch_size
-        self._cuts_calls = cuts_calls
-        self._log = log
-        self._order = order
-        self._gauges = LoopGauges()
-        self._threads = PartThreads()
-        """Its `changed` guards what follows."""
+        self._log, self._order, self._cuts_calls = log, order, cuts_calls
+        self._gauges, self._threads = LoopGauges(), PartThreads()
+        """`changed` of the threads guards what follows."""
         per_rollout = settings.batch_size // self._groups_per_request
         self._slots: Slots[ScoredGroups] = Slots(per_rollout, max_staleness, window)
         most = self._slots.capacity
@@ -89,16 +76,15 @@ class AsyncTrainer(Trainer):
         """True if the engine takes several requests at once, whose calls begin as `_calls` says."""
         self._admitting = threading.Lock()
         """Held by the thread that asks for the next prompts."""
-        self._cut: deque[_Cut] = deque()
+        self._cut: deque[CutRequest[ScoredGroups]] = deque()
         """Requests that were cut short, where the engine takes one at a time."""
         self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
 
     def step(self, rollout_id: int) -> dict[str, float]:
         """Push, and train on the oldest rollout; returns its metrics."""
-        record = self._record
         self._hold_up("engine", before=rollout_id)
         with self._gauges.busy["learner"].call(), self.collector.engine_in_use:
-            record.scale_pools()
+            self._record.scale_pools()
             pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
         with self._threads.change():
             if rollout_id > self._slots.version:
@@ -111,20 +97,18 @@ class AsyncTrainer(Trainer):
             rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
             spans = span_metrics(rollout.resp.meta) if self._cuts_calls else {}
             trained = self._learned(rollout, [slot.number for slot in slots])
-        own = {**self._gauges.take(slots, self._slots.version, rollout.num_samples), **self._waiting(slots), **spans}
-        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **record.pool_metrics(), **own}
+        with self._threads.changed:
+            waiting = waiting_metrics(self._slots, slots)
+        gauges = self._gauges.take(slots, self._slots.version, rollout.num_samples)
+        own = {**self._record.pool_metrics(), **gauges, **waiting, **spans}
+        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **own}
 
     def _loop(self) -> None:
         left = self.collector.left_over
-        if left is not None and left.prompts_per_request != self._groups_per_request:
-            raise CheckpointError(
-                f"the checkpoint has trained on requests of {left.prompts_per_request} prompts ahead of older ones, "
-                f"and this run has {self._groups_per_request}. Resume with schedule.groups_per_request: "
-                f"{left.prompts_per_request}."
-            )
         if left is None:
             self._slots.start(self._done)
         else:
+            left.require(self._groups_per_request)
             self._slots.start(self._done, first=left.oldest, ahead=left.ahead)
         self._gauges.start()
         self._is_shared = self.collector.deal_by(self._calls)
@@ -141,9 +125,6 @@ class AsyncTrainer(Trainer):
             cut = [each.begun for each in self._cut]
             for left in (*self._slots.clear(), *(resp for _, resp in self._unscored), *cut):
                 left.release()
-
-    def _takes_left_over(self) -> bool:
-        return True
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._hold_up("engine", "reward", before=done)
@@ -168,12 +149,12 @@ class AsyncTrainer(Trainer):
             resp = self.collector.made(req, None if cut is None else cut.begun)
         with self._threads.change():
             if resp.meta.num_unfinished:
-                self._cut.append(_Cut(slot, req, resp))
+                self._cut.append(CutRequest(slot, req, resp))
             else:
                 self._unscored.append((slot, resp))
         return True
 
-    def _begun_or_admitted(self) -> tuple[Slot[ScoredGroups], _Cut | None] | None:
+    def _begun_or_admitted(self) -> tuple[Slot[ScoredGroups], CutRequest[ScoredGroups] | None] | None:
         if self._cut:
             cut = self._cut.popleft()
             return cut.slot, cut
@@ -192,12 +173,7 @@ class AsyncTrainer(Trainer):
         busy, doing, about = self._during("engine", slot, activity)
         with busy, doing, about:
             resp = self.collector.made(req)
-        calls = self._calls.finish(slot.number)
-        slot.calls = {pool: tuple(call[0] for call in own) for pool, own in calls.items()}
-        slot.resumed = sorted({version for own in calls.values() for call in own for version in call[1:]})
-        if slot.versions == {slot.version}:
-            slot.calls = {}
-        else:
+        if slot.made_by(self._calls.finish(slot.number)):
             self._note(slot)
         with self._threads.change():
             self._unscored.append((slot, resp))
@@ -210,19 +186,16 @@ class AsyncTrainer(Trainer):
 
     def _note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
         if self._log is not None:
-            self._log.begun(slot.number, slot.rollout, slot.version, slot.calls, trained, slot.resumed)
+            self._log.begun(slot, trained)
 
     def _admitted(self) -> Slot[ScoredGroups] | None:
-        is_due = self._order is None or self._is_next_due(self._order)
-        slot = self._slots.admit(until=self._settings.num_rollouts) if is_due else None
+        slot = self._slots.admit(until=self._settings.num_rollouts) if self._is_next_due() else None
         if slot is not None and self._is_shared:
             self._calls.admit(slot.number)
         return slot
 
-    def _is_next_due(self, order: Mapping[int, Begun]) -> bool:
-        """True if the next request begins with the present version, or with one from before a resume."""
-        begun = order.get(self._slots.next_request)
-        return begun is not None and begun.version <= self._slots.version
+    def _is_next_due(self) -> bool:
+        return self._order is None or is_due(self._order, self._slots.next_request, self._slots.version)
 
     def _score(self, activity: Activity) -> bool:
         item = self._threads.next("reward", lambda: self._unscored.popleft() if self._unscored else None)
@@ -240,18 +213,18 @@ class AsyncTrainer(Trainer):
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any], AbstractContextManager[None]]:
         """What a part is in while it works at a request: its clock, what it is doing, and what for."""
         about = self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
-        shown = f"request {slot.number} of rollout {slot.rollout}"
-        return self._gauges.busy[name].call(), activity.doing(shown), about
+        doing = activity.doing(f"request {slot.number} of rollout {slot.rollout}")
+        return self._gauges.busy[name].call(), doing, about
 
     # The thread that trains ---------------------------------------------------------------------------------------
 
     def _hold_up(self, *names: str, before: int) -> None:
         """Wait until these are between two requests, or two calls, where they stay until the push of version
         `before`."""
-        order, begun = self._order, time.monotonic()
-        if order is not None and self._slots.version < before:
+        begun = time.monotonic()
+        if self._order is not None and self._slots.version < before:
             self._threads.wait(
-                "the requests of this version", lambda: not self._is_next_due(order) and self._calls.is_settled
+                "the requests of this version", lambda: not self._is_next_due() and self._calls.is_settled
             )
         with self._threads.change():
             self._threads.hold_up(names)
@@ -269,9 +242,7 @@ class AsyncTrainer(Trainer):
 
     def _oldest(self, rollout_id: int) -> list[Slot[ScoredGroups]]:
         """The requests of this rollout, when they are finished; they keep their slots."""
-        wanted, per_rollout = None, self._slots.per_rollout
-        if self._order is not None:
-            wanted = {n for n, begun in self._order.items() if begun.rollout(n, per_rollout) == rollout_id}
+        wanted = None if self._order is None else requests_of(self._order, rollout_id, self._slots.per_rollout)
         self._threads.wait("the requests of the oldest rollout", lambda: self._slots.oldest(wanted) is not None)
         with self._threads.changed:
             slots = self._slots.oldest(wanted) or []
@@ -279,9 +250,3 @@ class AsyncTrainer(Trainer):
             if slot.rollout != rollout_id:
                 self._note(slot, rollout_id)
         return slots
-
-    def _waiting(self, slots: list[Slot[ScoredGroups]]) -> dict[str, float]:
-        """Finished requests that are not of this rollout, and older ones that are not finished."""
-        with self._threads.changed:
-            waiting, overtaken = self._slots.num_waiting - len(slots), self._slots.num_overtaken
-        return {"schedule/requests_waiting": float(waiting), "schedule/requests_overtaken": float(overtaken)}

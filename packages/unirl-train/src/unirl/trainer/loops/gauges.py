@@ -10,7 +10,7 @@ import torch
 
 from unirl.distributed.busy_clock import BusyClock
 from unirl.trainer.guardrails import PARTS, WALL_S
-from unirl.trainer.loops.slots import Slot
+from unirl.trainer.loops.slots import Slot, Slots
 from unirl.types.rollout import RolloutResp
 
 
@@ -56,3 +56,9 @@ def span_metrics(resp: RolloutResp) -> dict[str, float]:
     ]
     steps = torch.cat([torch.zeros(1, dtype=torch.long), *spans])
     return {"schedule/samples_resumed": float((steps > 0).sum()), "schedule/version_span/max": float(steps.max())}
+
+
+def waiting_metrics(slots: Slots[Any], taken: Collection[Slot[Any]]) -> dict[str, float]:
+    """Finished requests that are not of the rollout that was taken, and older ones that are not finished."""
+    waiting, overtaken = slots.num_waiting - len(taken), slots.num_overtaken
+    return {"schedule/requests_waiting": float(waiting), "schedule/requests_overtaken": float(overtaken)}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unirl.config.schema import Schedule
+from unirl.trainer.loops.slots import Slot
 from unirl.types.errors import ConfigError
 
 REQUESTS = "requests.jsonl"
@@ -35,6 +36,17 @@ class Begun:
         return request // per_rollout if self.trained is None else self.trained
 
 
+def is_due(order: Mapping[int, Begun], request: int, version: int) -> bool:
+    """True if a request begins with this version, or with one from before a resume."""
+    begun = order.get(request)
+    return begun is not None and begun.version <= version
+
+
+def requests_of(order: Mapping[int, Begun], rollout: int, per_rollout: int) -> set[int]:
+    """Numbers of the requests that a rollout is trained on with."""
+    return {number for number, begun in order.items() if begun.rollout(number, per_rollout) == rollout}
+
+
 class OrderLog:
     """Appends what the engine begins."""
 
@@ -42,19 +54,11 @@ class OrderLog:
         self._path = path
         self._writing = threading.Lock()
 
-    def begun(
-        self,
-        request: int,
-        rollout: int,
-        version: int,
-        calls: Mapping[str, tuple[int, ...]] | None = None,
-        trained: int | None = None,
-        resumed: Sequence[int] = (),
-    ) -> None:
-        """Add a line."""
-        line: dict[str, Any] = {"request": request, "rollout": rollout, "version": version}  # Any: JSON
-        line.update({"calls": calls} if calls else {})
-        line.update({"resumed": list(resumed)} if resumed else {})
+    def begun(self, slot: Slot[Any], trained: int | None = None) -> None:
+        """Add a line. trained: the rollout that it is trained on with, if that is not its own."""
+        line: dict[str, Any] = {"request": slot.number, "rollout": slot.rollout, "version": slot.version}  # Any: JSON
+        line.update({"calls": slot.calls} if slot.calls else {})
+        line.update({"resumed": list(slot.resumed)} if slot.resumed else {})
         line.update({} if trained is None else {"trained": trained})
         with self._writing, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from unirl.distributed.held import Held
 from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutReq
 
 ItemT = TypeVar("ItemT")
 
@@ -35,6 +37,27 @@ class Slot(Generic[ItemT]):
     def versions(self) -> set[int]:
         """Those with which its samples began, and went on."""
         return ({version for own in self.calls.values() for version in own} or {self.version}) | set(self.resumed)
+
+    def made_by(self, calls: Mapping[str, Sequence[Sequence[int]]]) -> bool:
+        """Remember with which versions its calls began and went on; true if any was not `version`.
+
+        calls: pool -> versions of each call, in their order.
+        """
+        self.calls = {pool: tuple(call[0] for call in own) for pool, own in calls.items()}
+        self.resumed = sorted({version for own in calls.values() for call in own for version in call[1:]})
+        is_mixed = self.versions != {self.version}
+        if not is_mixed:
+            self.calls = {}
+        return is_mixed
+
+
+@dataclass(frozen=True)
+class CutRequest(Generic[ItemT]):
+    """A request that a push has cut short."""
+
+    slot: Slot[ItemT]
+    req: RolloutReq
+    begun: Held
 
 
 class Slots(Generic[ItemT]):
