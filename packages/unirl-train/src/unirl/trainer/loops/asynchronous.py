@@ -211,7 +211,6 @@ class AsyncTrainer(Trainer):
     def _during(
         self, name: str, slot: Slot[ScoredGroups], activity: Activity
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any], AbstractContextManager[None]]:
-        """What a part is in while it works at a request: its clock, what it is doing, and what for."""
         about = self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
         doing = activity.doing(f"request {slot.number} of rollout {slot.rollout}")
         return self._gauges.busy[name].call(), doing, about
@@ -235,7 +234,6 @@ class AsyncTrainer(Trainer):
         self._gauges.push_wait_s += time.monotonic() - begun
 
     def _cut_short(self) -> None:
-        """End early what the engine generates."""
         self._threads.repeat_until(
             self.collector.cut_short, lambda: self._threads.are_idle(["engine"]) and self._calls.is_quiet
         )
