@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import RequestOf, ScoredGroups
-from unirl.trainer.loops.calls import CallOrder
+from unirl.trainer.loops.calls import CallOrder, CutRequest
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics, waiting_metrics
 from unirl.trainer.loops.order import Begun, OrderLog, is_due, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
-from unirl.trainer.loops.slots import CutRequest, Slot, Slots
+from unirl.trainer.loops.slots import Slot, Slots
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.heartbeat import Activity
 from unirl.types.rollout import RolloutReq
@@ -77,7 +77,6 @@ class AsyncTrainer(Trainer):
         self._admitting = threading.Lock()
         """Held by the thread that asks for the next prompts."""
         self._cut: deque[CutRequest[ScoredGroups]] = deque()
-        """Requests that were cut short, where the engine takes one at a time."""
         self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
 
     def step(self, rollout_id: int) -> dict[str, float]:

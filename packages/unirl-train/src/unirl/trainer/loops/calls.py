@@ -5,14 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic
 
+from unirl.distributed.held import Held
 from unirl.trainer.loops.order import Begun
+from unirl.trainer.loops.slots import ItemT, Slot
 from unirl.types.errors import ConfigError
 from unirl.types.member_pool import Gate
+from unirl.types.rollout import RolloutReq
 
 
 class CallsEndedError(Exception):
     """The run ends before these calls have begun."""
+
+
+@dataclass(frozen=True)
+class CutRequest(Generic[ItemT]):
+    """A request that a push has cut short, where the engine takes one at a time."""
+
+    slot: Slot[ItemT]
+    req: RolloutReq
+    begun: Held
 
 
 @dataclass

@@ -7,9 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from unirl.distributed.held import Held
 from unirl.types.errors import ContractError
-from unirl.types.rollout import RolloutReq
 
 ItemT = TypeVar("ItemT")
 
@@ -49,15 +47,6 @@ class Slot(Generic[ItemT]):
         if not is_mixed:
             self.calls = {}
         return is_mixed
-
-
-@dataclass(frozen=True)
-class CutRequest(Generic[ItemT]):
-    """A request that a push has cut short."""
-
-    slot: Slot[ItemT]
-    req: RolloutReq
-    begun: Held
 
 
 class Slots(Generic[ItemT]):
