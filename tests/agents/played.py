@@ -81,10 +81,15 @@ def serve():
     return server.servers[0].sockets[0].getsockname()[1]
 
 
+def said(messages):
+    return [{"role": each.role, "content": each.content} for each in messages]
+
+
 def plain(value):
-    return (
-        dataclasses.asdict(value) if dataclasses.is_dataclass(value) else [dataclasses.asdict(each) for each in value]
-    )
+    if not dataclasses.is_dataclass(value):
+        return said(value)
+    whole = dataclasses.asdict(value)
+    return {**whole, "observation": said(value.observation)} if "observation" in whole else whole
 
 
 def play(environment, task, *texts):
