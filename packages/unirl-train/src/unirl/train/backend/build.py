@@ -134,15 +134,13 @@ def wrap(
     return Wrapped(sharding(modules, blocks, spread), owns_process_group)
 
 
-def compute_in(modules: Mapping[str, nn.Module], config: FSDPConfig) -> Masters | None:
-    """Let `modules`, which are not sharded and have their values, compute in `param_dtype`, in place; None where they
-    are kept in nothing else."""
+def compute_in(modules: Mapping[str, nn.Module], config: FSDPConfig) -> Masters:
+    """Let `modules`, which are not sharded and have their values, compute in `param_dtype`, in place."""
     dtype = dtype_named(config.param_dtype, "fsdp.param_dtype")
-    masters = Masters(modules, dtype)
     if dtype != torch.float32:
         for module in modules.values():
             cast_inputs(module, config)
-    return masters if masters.of else None
+    return Masters(modules, dtype)
 
 
 def spread_tokens(bundle: ModelBundle, config: FSDPConfig, exchange: TokenExchange) -> RecomputeContexts:

@@ -116,10 +116,9 @@ class FSDPBackend:
             fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
         if self._roots and isinstance(bundle, RoutesRows):
             bundle.follow_ranks(self.collectives.any_rank)
-        self._masters = None if self._roots else compute_in(self._modules, self._config)
-        kept = {} if self._masters is None else self._masters.of
+        self._masters = compute_in({} if self._roots else self._modules, self._config)
         self._parameters = {
-            f"{component}.{name}": kept.get(f"{component}.{name}", parameter)
+            f"{component}.{name}": self._masters.of.get(f"{component}.{name}", parameter)
             for component, module in self._modules.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
@@ -138,7 +137,7 @@ class FSDPBackend:
             adapter,
             self._reshard,
             parts,
-            kept=kept,
+            kept=self._masters.of,
             is_quantised=lora is not None and lora.base is not None,
         )
         """Weights of the policies for engines and exports."""
@@ -266,8 +265,7 @@ class FSDPBackend:
 
     def _follow_values(self) -> None:
         """Parameters have changed: what computes takes their values."""
-        if self._masters is not None:
-            self._masters.follow()
+        self._masters.follow()
         self._reshard()
 
     def _reshard(self) -> None:
@@ -348,8 +346,7 @@ class FSDPBackend:
         if "weights" in parts:
             for module in self._modules.values():
                 module.to(device)
-            if self._masters is not None:
-                self._masters.move(device)
+            self._masters.move(device)
         if "optimizer" in parts:
             move_optimizer(self._optimizer, device)
             self.policies.move(device)
@@ -376,5 +373,4 @@ class FSDPBackend:
         """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
         self._reshard()
         beside = {f"auxiliary/{name}": auxiliary.module for name, auxiliary in self._auxiliary.items()}
-        kept = {} if self._masters is None else self._masters.of
-        return architecture({**self._modules, **beside}, kept)
+        return architecture({**self._modules, **beside}, self._masters.of)
