@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from unirl.train.backend.build import Blocks, Sharding
 from unirl.train.backend.fill import local_box
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.ties import ties_of
 from unirl.train.backend.veomni_rules import version_problem
 from unirl.train.backend.wrap import cast_inputs, shard_experts
 from unirl.train.configs import FSDPConfig, TrainTopology
@@ -120,14 +121,9 @@ class _Values(NamedTuple):
 
 
 def _values(module: nn.Module) -> _Values:
-    first: dict[nn.Parameter, str] = {}
-    ties = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if (other := first.setdefault(parameter, name)) != name:
-            ties[name] = other
     every = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # Values alone: FSDP moves what it shards to the device, and a parameter that is kept would stay there whole.
-    return _Values({name: each.detach().to("cpu") for name, each in every.items() if not each.is_meta}, ties)
+    return _Values({name: each.detach().to("cpu") for name, each in every.items() if not each.is_meta}, ties_of(module))
 
 
 @torch.no_grad()

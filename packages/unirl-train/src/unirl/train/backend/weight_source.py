@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
+from unirl.train.backend.ties import ties_of
 from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.weights import (
@@ -159,12 +160,12 @@ class PolicyWeights:
 
     def _tensors(self, component: str) -> dict[str, Tensor]:
         """The state of a component in the dtypes that it is kept in, tied parameters once."""
-        ties = _ties(self._modules[component])
+        ties = ties_of(self._modules[component])
         return {name: each for name, each in self._every_name(component).items() if name not in ties}
 
     def _every_name(self, component: str) -> dict[str, Tensor]:
         module = self._modules[component]
-        ties = _ties(module)
+        ties = ties_of(module)
         return {
             name: self._kept.get(f"{component}.{ties.get(name, name)}", tensor).detach()
             for name, tensor in module.state_dict().items()
@@ -293,13 +294,3 @@ def _own_rows(tensor: Tensor) -> Tensor:
         return tensor.detach()
     is_gathered = bool(_cut_axes(tensor)) and _row_axis(tensor) is None
     return (tensor.full_tensor() if is_gathered else tensor.to_local()).detach()
-
-
-def _ties(module: nn.Module) -> dict[str, str]:
-    """Other names of a parameter -> its first."""
-    first: dict[nn.Parameter, str] = {}
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if (other := first.setdefault(parameter, name)) != name:
-            found[name] = other
-    return found
