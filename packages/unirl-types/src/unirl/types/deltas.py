@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unirl.types.devices import is_accelerator
+from unirl.types.devices import INTEGERS, is_accelerator
 from unirl.types.errors import WeightSyncError
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype of the bits of an element, by its size in bytes."""
 _GAP_SIZES = (1, 2, 4)
 _BITMAP = 0
@@ -90,7 +89,7 @@ def put_delta(tensor: Tensor, delta: Tensor) -> None:
         raise WeightSyncError(f"{len(data)} bytes are no delta of a tensor of {tensor.numel()} {tensor.dtype}")
     places, values = found
     if len(places):
-        bits = _BITS[size]
+        bits = INTEGERS[size]
         new = torch.from_numpy(values.copy()).view(bits)  # the copy is aligned
         tensor.detach().view(-1).view(bits)[torch.from_numpy(places).to(tensor.device)] = new.to(tensor.device)
 
@@ -113,7 +112,7 @@ def _places(data: np.ndarray, num_elements: int, size: int) -> tuple[np.ndarray,
 
 def _bits(tensor: Tensor) -> Tensor:
     """The elements as integers, in one row."""
-    return tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    return tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
 
 
 def _with_those_between(places: np.ndarray, gaps: np.ndarray, reach: int) -> np.ndarray:

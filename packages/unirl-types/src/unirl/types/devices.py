@@ -44,11 +44,11 @@ def copy_together(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as integers, for which every device has every kernel."""
-    return tensor.detach().view(_INTEGERS[tensor.element_size()]) if tensor.element_size() in _INTEGERS else tensor
+    return tensor.detach().view(INTEGERS[tensor.element_size()]) if tensor.element_size() in INTEGERS else tensor
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that hold the bits of an element, by its bytes."""
 
 
 def empty_cache(device: str | torch.device) -> None:
