@@ -5,6 +5,19 @@ import os
 import subprocess
 import sys
 
+SMALL_SHAPES = (
+    "batch_size=4",
+    "sampling.samples_per_prompt=8",
+    "stack.micro_batch_size=16",
+    "stack.num_updates_per_batch=2",
+    "engine.forward_batch_size=32",
+    "eval.num_samples=8",
+    "eval.batch_size=8",
+    "samples.per_evaluation=4",
+    "guardrails.action=off",
+)
+"""What makes a recipe of the shapes world small enough for a test of a served engine."""
+
 
 def train(run_dir, *words):
     """The command as a process that writes its output next to the run directory."""

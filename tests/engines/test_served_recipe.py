@@ -7,22 +7,11 @@ import subprocess
 import time
 
 import pytest
-from recipe_runs import finish, output_of, records, train
+from recipe_runs import SMALL_SHAPES, finish, output_of, records, train
 
 pytestmark = [pytest.mark.slow]
 NUM_ROLLOUTS = 3
-SMALL = [
-    f"num_rollouts={NUM_ROLLOUTS}",
-    "batch_size=4",
-    "sampling.samples_per_prompt=8",
-    "stack.micro_batch_size=16",
-    "stack.num_updates_per_batch=2",
-    "engine.forward_batch_size=32",
-    "eval.num_samples=8",
-    "eval.batch_size=8",
-    "samples.per_evaluation=4",
-    "guardrails.action=off",
-]
+SMALL = (f"num_rollouts={NUM_ROLLOUTS}", *SMALL_SHAPES)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,7 @@ Each test needs the interpreter that has its engine, named as for recipes: VLLM_
 SGLANG_PYTHON. Those of sleep measure the whole device: run nothing else on it.
 """
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "engines"), str(ROOT)]
 
 from tests.engines.letters_model import CONTEXT, LetterCodec, ReplayedQwen3, gap, request, save_qwen3  # noqa: E402 - next to this
+from tests.engines.recipe_runs import SMALL_SHAPES, finish, records, train  # noqa: E402 - next to this
 from tests.engines.shapes_sd3 import CHECKPOINT, direct, pipeline_of  # noqa: E402 - next to this
 from tests.engines.shapes_sd3 import request as request_of_images  # noqa: E402 - next to this
 from tests.engines.test_vllm_lora import adapted  # noqa: E402 - as above
@@ -36,17 +35,7 @@ TEXT_GAPS = {"fp32": 5e-3, "bf16": 0.15}
 """Nats: engines on an accelerator multiply with less than float32 where they attend (TF32)."""
 LATENT_GAP = 2e-3
 VARIABLES = {"vllm": "VLLM_PYTHON", "vllm_omni": "VLLM_OMNI_PYTHON", "sglang": "SGLANG_PYTHON"}
-SMALL_IMAGES = (
-    "num_rollouts=2",
-    "batch_size=4",
-    "sampling.samples_per_prompt=8",
-    "stack.micro_batch_size=16",
-    "stack.num_updates_per_batch=2",
-    "engine.forward_batch_size=32",
-    "eval.num_samples=8",
-    "eval.batch_size=8",
-    "samples.per_evaluation=4",
-)
+SMALL_IMAGES = ("num_rollouts=2", *SMALL_SHAPES)
 SGLANG_SHARE = {
     "mem-fraction-static": 0.2,
     "disable-cuda-graph": True,
@@ -309,13 +298,6 @@ def test_a_recipe_trains_on_the_samples_of_an_engine(engine, recipe, words, boun
 
 def trained(tmp_path: Path, *words: str) -> dict[int, dict[str, float]]:
     """Metrics of the rollouts of a run of the command, by number."""
-    done = subprocess.run(
-        [sys.executable, "-m", "unirl.app.main", *words, "seed=0", f"run_dir={tmp_path / 'run'}", "save.interval=0"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines)}
+    run_dir = tmp_path / "run"
+    finish(train(run_dir, *words), run_dir)
+    return records(run_dir)
