@@ -52,6 +52,8 @@ class SGLangFake:
         self.version = "default"
         self.adapters: dict[str, dict[str, Any]] = {}
         self.refuses: set[str] = set()
+        self.bad_tokens: set[int] = set()
+        """Tokens for whose prompts a whole request is refused."""
         self.release = "0.5.23"
         self.max_running = 4
         self.sizes = {"tp_size": 1, "pp_size": 1, "nnodes": 1}
@@ -110,6 +112,8 @@ class SGLangFake:
                 return self.reply(handler, 200, self.info())
             case "/weights_checker":
                 return self.reply(handler, 200, {"success": True, "message": "Success.", **self.checked(body)})
+            case "/generate" if found := self.bad_tokens & {token for ids in body["input_ids"] for token in ids}:
+                return self.reply(handler, 400, {"error": {"message": f"no media for tokens {sorted(found)}"}})
             case "/generate":
                 return self.reply(handler, 200, self.change(self.generate(body)))
             case "/update_weights_from_disk":

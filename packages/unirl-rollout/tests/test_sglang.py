@@ -18,7 +18,7 @@ from unirl.rollout.engine.sglang_llm import engine as engine_module
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine, _flags
 from unirl.rollout.engine.sglang_llm.response import checksums, kept_parameters
 from unirl.rollout.engine.sglang_llm.server import SGLangServer
-from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
+from unirl.types.errors import ConfigError, ContractError, RefusedError, WeightSyncError, WorkerError
 from unirl.types.media import ImageLists, Images
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
@@ -82,6 +82,28 @@ def test_tokens_go_out_and_come_back_with_log_probs_endings_and_the_version(serv
     assert body["return_logprob"] is True
     assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
     assert all(params["stop_token_ids"] == [9] for params in body["sampling_params"])
+
+
+def test_a_prompt_that_the_server_refuses_fails_alone(server, engine):
+    texts = ["1 2", "7", "13 1", "5 6", "3", "13"]
+    undisturbed = engine.generate(request(["1 2", "7", "5 6", "3"])).tracks["text"].segment
+    server.bad_tokens = {13}
+    track = engine.generate(request(texts)).tracks["text"]
+    failed = SegmentStatus.FAILED
+    assert [status == failed for status in track.segment.status.tolist()] == [False, False, True, False, False, True]
+    assert track.segment.lengths.tolist()[2] == track.segment.lengths.tolist()[5] == 0
+    assert track.segment.tokens.tolist() == undisturbed.tokens.tolist()
+    reasons = [(row or {}).get("episode", {}).get("reason") for row in track.metadata]
+    assert [reason is None for reason in reasons] == [True, True, False, True, True, False]
+    assert "no media for tokens [13]" in reasons[2]
+    asked = [rid for path, body in server.log if path == "/generate" for rid in body["rid"]]
+    assert len(set(asked)) == len(asked), "SGLang refuses a request with an id that it knows"
+
+
+def test_a_rollout_of_prompts_that_are_all_refused_ends_the_run(server, engine):
+    server.bad_tokens = {13}
+    with pytest.raises(RefusedError, match=r"SGLang refused all of 2 prompts, .*no media for tokens \[13\]"):
+        engine.generate(request(["13", "1 13"]))
 
 
 def test_an_aborted_rollout_returns_what_it_has(server, engine):

@@ -14,7 +14,7 @@ from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.tools.calculator import Calculator
 from unirl.rollout.turns.engine import TurnsEngine
 from unirl.types.episodes import EPISODE
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, RefusedError
 from unirl.types.messages import Message
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus
@@ -73,6 +73,29 @@ def test_a_track_holds_all_turns_and_trains_what_the_model_wrote(play):
     assert track.counts["written_tokens"].tolist() == [5, 2] and track.policy_versions.tolist() == [4, 4]
     prompts = [row.tolist() for row in track.conditions["prompt"].unpack("tokens")]
     assert prompts == [[1, 2], [7]], "the prompt is the first one"
+
+
+REFUSED = {(1, 2): [3, STOP], (7,): [6, STOP], (7, 6, STOP, SAYS, 6): []}
+
+
+def test_an_episode_whose_next_turn_the_engine_refuses_fails_alone(play):
+    script = {**REFUSED, (1, 2, 3, STOP, SAYS, 3): [0, STOP]}
+    track, _ = play(["1 2", "7"], script)
+    assert track.segment.status.tolist() == [SegmentStatus.COMPLETED, SegmentStatus.FAILED]
+    assert rows(track, "tokens")[0] == [3, STOP, SAYS, 3, 0, STOP]
+    episode = track.metadata[1][EPISODE]
+    assert (episode["end"], episode["reason"], episode["turns"]) == ("failed", "no media", 1)
+
+
+def test_an_episode_that_is_refused_when_no_other_is_left_fails_too(play):
+    track, _ = play(["1 2", "7"], REFUSED | {(1, 2): [0, STOP]})
+    assert track.segment.status.tolist() == [SegmentStatus.COMPLETED, SegmentStatus.FAILED]
+    assert track.metadata[1][EPISODE]["reason"] == "no media for any"
+
+
+def test_first_turns_that_are_all_refused_end_the_run(play):
+    with pytest.raises(RefusedError, match="no media for any"):
+        play(["1 2", "7"], {(1, 2): [], (7,): []})
 
 
 def test_every_request_continues_the_tokens_so_far_and_draws_other_numbers(play):

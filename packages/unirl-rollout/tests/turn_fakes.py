@@ -5,13 +5,15 @@ from text_fakes import NumberCodec
 
 from unirl.rollout.text_checks import prompt_conditions
 from unirl.types.conditions import Bridge
+from unirl.types.episodes import EPISODE
+from unirl.types.errors import RefusedError
 from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
 STOP, SAYS = 9, 8
 Script = dict[tuple[int, ...], list[int]]
-"""What is read -> what is written."""
+"""What is read -> what is written; an empty list: the engine refuses it."""
 PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=3, seed=5)
 
 
@@ -46,14 +48,19 @@ class ScriptedEngine:
         self.asked.append(req)
         conditions = prompt_conditions(req, self.codec)
         written = [self.script[tuple(row.tolist())] for row in conditions["prompt"].unpack("tokens")]
-        ends = [SegmentStatus.COMPLETED if row[-1] == STOP else SegmentStatus.TRUNCATED for row in written]
+        if not any(written):
+            raise RefusedError("no media for any")
+        ends = [_end(row) for row in written]
         segment = TextSegment.pack(
-            tokens=[torch.tensor(row) for row in written],
+            tokens=[torch.tensor(row, dtype=torch.long) for row in written],
             log_probs=[-torch.arange(1.0, len(row) + 1) for row in written],
             status=torch.tensor(ends),
             params=req.sampling_params,
         )
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=self.codec.decode(segment))
+        if not all(written):
+            failed = {EPISODE: {"end": "failed", "reason": "no media"}}
+            track.metadata = [failed if not row else None for row in written]
         return RolloutResp(tracks={"text": track.replace(policy_versions=torch.full((req.batch_size,), 4))})
 
     def check_prompts(self, req):
@@ -73,6 +80,12 @@ class ScriptedEngine:
 
     def shutdown(self):
         """Nothing to stop."""
+
+
+def _end(row):
+    if not row:
+        return SegmentStatus.FAILED
+    return SegmentStatus.COMPLETED if row[-1] == STOP else SegmentStatus.TRUNCATED
 
 
 def rows(track, name):

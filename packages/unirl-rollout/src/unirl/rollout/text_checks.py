@@ -33,11 +33,15 @@ def prompt_conditions(req: RolloutReq, codec: TextCodec) -> dict[str, Condition]
 
 
 def verify_finished(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
-    """`verify_text_segment` of the samples that were not ended early."""
-    if segment.status is None or not bool((is_aborted := segment.status == SegmentStatus.ABORTED).any()):
+    """`verify_text_segment` of the samples that were neither ended early nor refused."""
+    if segment.status is None:
         verify_text_segment(segment, params, stop_token_ids)
-    elif not bool(is_aborted.all()):
-        verify_text_segment(segment.select((~is_aborted).nonzero().flatten()), params, stop_token_ids)
+        return
+    is_whole = (segment.status != SegmentStatus.ABORTED) & (segment.status != SegmentStatus.FAILED)
+    if bool(is_whole.all()):
+        verify_text_segment(segment, params, stop_token_ids)
+    elif bool(is_whole.any()):
+        verify_text_segment(segment.select(is_whole.nonzero().flatten()), params, stop_token_ids)
 
 
 def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:

@@ -27,6 +27,11 @@ class RewardError(UniRLError, RuntimeError):
     """A scorer failed or returned something that is not a finite number."""
 
 
+class RefusedError(UniRLError, ValueError):
+    """An engine takes none of the samples that it is asked for, such as tokens that stand for media which it lacks. The
+    engine itself is well."""
+
+
 class WeightSyncError(UniRLError, RuntimeError):
     """Weights that arrived are not the weights that were sent."""
 

@@ -23,7 +23,8 @@ from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, mes
 from unirl.sde.noise import noise_seed
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
-from unirl.types.errors import ConfigError, DataError
+from unirl.types.episodes import EPISODE
+from unirl.types.errors import ConfigError, DataError, RefusedError
 from unirl.types.media import ImageLists, Texts, shown_pixels
 from unirl.types.messages import Message, ShownImage, demonstration
 from unirl.types.noise import noise_key
@@ -134,7 +135,8 @@ class TurnsEngine(BaseRolloutEngine):
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """One episode for every row of this rank's request. Every rank calls it.
 
-        Raises what the engine raises, and ConfigError if the environment does not start.
+        An episode whose next turn the engine refuses has failed. Raises what the engine raises, RefusedError if it
+        refuses all first turns, and ConfigError if the environment does not start.
         """
         if self._is_given(req):
             return self._engine.generate(req, policy)
@@ -212,7 +214,7 @@ class TurnsEngine(BaseRolloutEngine):
             episode.counts[SECONDS] = took_s / len(texts)
             first = opened[row]
             if isinstance(first, Lost):
-                episode.end, episode.reason = "failed", first.reason
+                episode.fail(first.reason)
             episodes.append(episode)
         return episodes
 
@@ -238,7 +240,16 @@ class TurnsEngine(BaseRolloutEngine):
                 continue
             # Where weights are sharded, a rank whose episodes have all ended generates with the others, for nothing.
             rows = going or [0]
-            resp = self._engine.generate(next_request(req, episodes, conditions, rows, part.num_turns), policy)
+            asked = next_request(req, episodes, conditions, rows, part.num_turns)
+            try:
+                resp = self._engine.generate(asked, policy)
+            except RefusedError as error:
+                if not part.num_turns:
+                    raise
+                for row in rows:
+                    episodes[row].fail(str(error))
+                part.acting = {}
+                continue
             track_name = resp.root_name()
             part.num_turns += 1
             if going:
@@ -258,6 +269,9 @@ class TurnsEngine(BaseRolloutEngine):
         versions = [0] * len(tokens) if track.policy_versions is None else track.policy_versions.tolist()
         texts = cast("Texts", track.decoded).texts
         for row, episode in enumerate(episodes):
+            if status[row] == SegmentStatus.FAILED:
+                episode.fail(str((track.metadata[row] or {})[EPISODE]["reason"]))
+                continue
             episode.write(tokens[row].tolist(), log_probs[row].tolist())
             episode.versions.append(versions[row])
             episode.say("assistant", texts[row])
@@ -275,7 +289,7 @@ class TurnsEngine(BaseRolloutEngine):
             episode.counts[SECONDS] += took_s / len(part.acting)
             step = steps[name]
             if isinstance(step, Lost):
-                episode.end, episode.reason = "failed", step.reason
+                episode.fail(step.reason)
                 continue
             self._apply(step, episode)
             if episode.end is not None:
@@ -288,7 +302,7 @@ class TurnsEngine(BaseRolloutEngine):
                 if messages not in bridges:
                     bridges[messages] = self._bridge(messages)
             except DataError as error:
-                episode.end, episode.reason = "failed", str(error)
+                episode.fail(str(error))
                 continue
             episode.read(messages, bridges[messages])
             if self._is_full(episode, params):

@@ -52,6 +52,9 @@ class Episode:
     reason: str | None = None
     versions: list[int] = field(default_factory=list)
 
+    def fail(self, reason: str) -> None:
+        self.end, self.reason = "failed", reason
+
     def write(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         self.tokens += tokens
         self.log_probs += log_probs

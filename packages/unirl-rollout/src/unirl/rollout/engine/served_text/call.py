@@ -14,14 +14,20 @@ from unirl.rollout.engine.served_images import one_placeholder_each, shown_pictu
 from unirl.rollout.text_checks import text_params, verify_finished
 from unirl.sde.noise import noise_seed
 from unirl.types.conditions import Condition, PromptCondition
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.episodes import EPISODE
+from unirl.types.errors import ConfigError, ContractError, RefusedError
 from unirl.types.media import Texts
 from unirl.types.noise import noise_key
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
-_STATUS = {"stop": SegmentStatus.COMPLETED, "length": SegmentStatus.TRUNCATED, "abort": SegmentStatus.ABORTED}
+_STATUS = {
+    "stop": SegmentStatus.COMPLETED,
+    "length": SegmentStatus.TRUNCATED,
+    "abort": SegmentStatus.ABORTED,
+    "refused": SegmentStatus.FAILED,
+}
 
 AGREEMENT = {"torch.float32": 1e-4, "torch.bfloat16": 0.25, "torch.float16": 0.03}
 """Largest difference between log-probs of two instances, in nats, that counts as rounding: the last places of each
@@ -80,7 +86,9 @@ class Generations:
     log_probs: list[list[float]]
     """Nats, under the distribution that was sampled from."""
     finish_reasons: list[str]
-    """"stop", "length" or "abort", as in vLLM and SGLang."""
+    """"stop", "length" or "abort", as in vLLM and SGLang, or "refused"."""
+    refusals: list[str] = field(default_factory=list)
+    """What the engine says of each prompt that it refused, "" of the others; empty if it refused none."""
 
 
 def prompt_tokens(conditions: Mapping[str, Condition]) -> list[list[int]]:
@@ -206,7 +214,18 @@ def joined(answers: Sequence[Generations]) -> Generations:
         [row for answer in answers for row in answer.tokens],
         [row for answer in answers for row in answer.log_probs],
         [reason for answer in answers for reason in answer.finish_reasons],
+        [said for answer in answers for said in _refusals(answer)] if any(each.refusals for each in answers) else [],
     )
+
+
+def _refusals(answer: Generations) -> list[str]:
+    return answer.refusals or [""] * len(answer.tokens)
+
+
+def refuse_all(answer: Generations, engine: str) -> None:
+    """Raise RefusedError if the engine refused every prompt."""
+    if answer.tokens and all(_refusals(answer)):
+        raise RefusedError(f"{engine} refused all of {len(answer.tokens)} prompts, the first: {answer.refusals[0]}")
 
 
 def proof_of(call: Generate) -> Generate:
@@ -239,7 +258,8 @@ def text_segment(
     answer: Generations, call: Generate, params: ARSamplingParams, begun: BegunTexts | None = None
 ) -> TextSegment:
     """The segment of an answer, with what was begun. Raises ContractError unless every prompt has one completion, its
-    end matches its finish reason, and each token has a finite log-prob. Aborted samples may end anywhere."""
+    end matches its finish reason, and each token has a finite log-prob. Aborted samples may end anywhere, those of
+    refused prompts are empty."""
     num = len(call.prompts)
     if not len(answer.tokens) == len(answer.log_probs) == len(answer.finish_reasons) == num:
         raise ContractError(
@@ -264,8 +284,17 @@ def text_segment(
 
 
 def text_track(
-    req: RolloutReq, conditions: Mapping[str, Condition], segment: TextSegment, decoded: Texts, policy_version: int
+    req: RolloutReq,
+    conditions: Mapping[str, Condition],
+    segment: TextSegment,
+    decoded: Texts,
+    policy_version: int,
+    refusals: Mapping[int, str],
 ) -> RolloutTrack:
-    """The root track of a request, with the policy versions of every sample."""
+    """The root track of a request, with the policy versions of every sample. refusals: row -> why the engine refused
+    it, which makes an episode that failed."""
     track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
+    if refusals:
+        ends = {row: {EPISODE: {"reward": 0.0, "end": "failed", "reason": said}} for row, said in refusals.items()}
+        track.metadata = [{**row, **ends.get(number, {})} for number, row in enumerate(req.rows)]
     return mark_versions(track, policy_version)

@@ -21,6 +21,7 @@ from unirl.rollout.engine.served_text.call import (
     parts,
     prompt_tokens,
     proof_of,
+    refuse_all,
     text_segment,
     text_track,
 )
@@ -66,8 +67,10 @@ class ServedTextEngine(ChildEngine):
     def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
         """One completion for every row of this rank's request, see `ResumingEngine` of unirl.types.protocols.engines.
 
-        Raises ConfigError if a prompt does not fit, WeightSyncError if `policy` is not the last pushed one or the
-        samples come from another version, WorkerError if the engine dies repeatedly.
+        Prompts that the engine refuses, such as turns with tokens that stand for media, are episodes that failed.
+        Raises ConfigError if a prompt does not fit, RefusedError if the engine refuses all of them, WeightSyncError if
+        `policy` is not the last pushed one or the samples come from another version, WorkerError if the engine dies
+        repeatedly.
         """
         self._check_policy(policy)
         req = req.continuing(begun)
@@ -80,10 +83,12 @@ class ServedTextEngine(ChildEngine):
             check_fits(call.prompts, call.max_new_tokens, limits, call.num_begun)
             self.ready()
             answer = self._generations(call, [req.group_ids[row] for row in own.rows])
+            refuse_all(answer, self.codec.engine)
             segment = text_segment(answer, call, params, own)
+            refusals = {row: said for row, said in zip(own.rows, answer.refusals, strict=False) if said}
         else:
-            segment = own.whole(None, self.policy_version)
-        track = text_track(req, conditions, segment, self._pipeline.decode(segment), self.policy_version)
+            segment, refusals = own.whole(None, self.policy_version), {}
+        track = text_track(req, conditions, segment, self._pipeline.decode(segment), self.policy_version, refusals)
         return RolloutResp(tracks={self._track: track})
 
     def _generations(self, call: Generate, group_ids: list[str]) -> Generations:
@@ -132,6 +137,7 @@ class ServedTextEngine(ChildEngine):
         return answer
 
     def _compare(self, found: Generations, expected: Generations, others: str) -> None:
+        refuse_all(expected, self.codec.engine)
         gap, dtype = largest_gap(found, expected), self._dtype_name()
         if not gap <= AGREEMENT[dtype]:
             raise WeightSyncError(

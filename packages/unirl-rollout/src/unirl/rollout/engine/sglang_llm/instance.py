@@ -19,6 +19,7 @@ from unirl.rollout.engine.child.server import Aborts
 from unirl.rollout.engine.child.weights_host import WeightsHost
 from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
 from unirl.rollout.engine.served_text.call import Generate, Generations
+from unirl.rollout.engine.sglang_llm.refusals import answered
 from unirl.rollout.engine.sglang_llm.request import payload
 from unirl.rollout.engine.sglang_llm.response import (
     CONSTANTS,
@@ -182,15 +183,24 @@ class SGLangInstance(WeightsHost):
         self._pushes.require_usable()
         with self._counting:
             if call.number in self._aborts:
-                num = len(call.prompts)
-                return Generations(self._pushes.policy_version, [[]] * num, [[]] * num, ["abort"] * num)
+                return self._nothing(call)
             self._generating.append(call.number)
         try:
-            answer = self._post("/generate", payload(call, self._adapter))
+            return answered(call, self._asked, self._pushes.policy_version)
         finally:
             with self._counting:
                 self._generating.remove(call.number)
+
+    def _asked(self, call: Generate, attempt: int) -> Generations:
+        if attempt and call.number in self._aborts:
+            return self._nothing(call)
+        answer = self._post("/generate", payload(call, self._adapter, attempt))
         return generations(answer, [len(prompt) for prompt in call.prompts])
+
+    def _nothing(self, call: Generate) -> Generations:
+        """The answer to a call that was aborted before it was sent."""
+        num = len(call.prompts)
+        return Generations(self._pushes.policy_version, [[]] * num, [[]] * num, ["abort"] * num)
 
     # Weights ----------------------------------------------------------------------------------------------------
 

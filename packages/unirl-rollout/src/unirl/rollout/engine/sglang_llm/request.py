@@ -8,8 +8,8 @@ from unirl.rollout.engine.served_text.call import Generate
 from unirl.types.errors import ConfigError
 
 
-def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
-    """The body of one /generate request for all prompts.
+def payload(call: Generate, adapter: str | None, attempt: int = 0) -> dict[str, Any]:  # Any: JSON
+    """The body of one /generate request for all prompts. attempt: distinguishes requests for rows of one call.
 
     SGLang repeats the single placeholder of an image once per patch.
     Raises ConfigError for top-p or top-k: SGLang reports log-probs of the whole softmax, not of the truncated
@@ -21,7 +21,7 @@ def payload(call: Generate, adapter: str | None) -> dict[str, Any]:  # Any: JSON
             "a part of it. Set sampling.top_p: 1 and sampling.top_k: 0."
         )
     return {
-        "rid": [f"{call.number}-{row}" for row in range(len(call.prompts))],
+        "rid": [f"{call.number}-{attempt}-{row}" for row in range(len(call.prompts))],
         **_prompts(call),
         "sampling_params": [
             {

@@ -20,9 +20,14 @@ from unirl.rollout.engine.process_log import end_of_log
 from unirl.rollout.engine.start_progress import start_progress
 from unirl.types.errors import WorkerError, as_sentence
 
+_BAD_REQUEST = 400
 _POLL_S = 1.0
 _LEAVE_TIMEOUT_S = 20.0
 _KEEPER = "unirl.rollout.engine.sglang_llm.keeper"
+
+
+class BadRequest(WorkerError):
+    """The server takes no part of a request, and says why."""
 
 
 class SGLangServer:
@@ -109,7 +114,7 @@ class SGLangServer:
         """POST a JSON body; returns the answer's JSON, or None if it is not JSON. Never retried.
 
         An answer with {"success": false} is returned, whatever its status. Otherwise raises WorkerError with the status
-        and the server's message, or with the reason why it cannot be reached.
+        and the server's message (BadRequest for status 400), or with the reason why it cannot be reached.
         """
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
@@ -137,7 +142,8 @@ class SGLangServer:
                 refusal = json.loads(said)
                 if isinstance(refusal, dict) and refusal.get("success") is False:
                     return refusal
-            raise WorkerError(self.name, f"{path} answered {error.code}: {said}") from error
+            kind = BadRequest if error.code == _BAD_REQUEST else WorkerError
+            raise kind(self.name, f"{path} answered {error.code}: {said}") from error
         except TimeoutError as error:
             raise self._late(path, timeout_s) from error
         except (OSError, http.client.HTTPException) as error:

@@ -40,6 +40,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str | None = None
+    refusal: str = ""
 
 
 class EngineHost(WeightsHost):
@@ -112,7 +113,10 @@ class EngineHost(WeightsHost):
             for row, seed in enumerate(call.seeds):
                 self._samples[names[row]] = samples[row]
                 sampling = self._sampling(call, seed, call.budget(row))
-                self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
+                try:
+                    self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
+                except ValueError as error:  # vLLM's own checks of one request
+                    samples[row].reason, samples[row].refusal = "refused", str(error) or type(error).__name__
             while any(sample.reason is None for sample in samples) and call.number not in self._aborts:
                 if self._calls[0] == call.number:
                     self._step()
@@ -127,6 +131,7 @@ class EngineHost(WeightsHost):
             [sample.tokens for sample in samples],
             [sample.log_probs for sample in samples],
             [sample.reason or "abort" for sample in samples],
+            [sample.refusal for sample in samples] if any(sample.refusal for sample in samples) else [],
         )
 
     def _step(self) -> None:
