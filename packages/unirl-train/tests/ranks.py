@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 JOIN_TIMEOUT_S = 900.0
+LEAVE_TIMEOUT_S = 60.0
 
 PRELOADED = [
     "unirl.train.stack",
@@ -49,8 +52,8 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
             process.kill()
             process.join()
     failures = [path.read_text() for rank in range(world_size) if (path := folder / f"failure-{rank}").is_file()]
-    assert not failures, "\n".join(failures)
     codes = [process.exitcode for process in processes]
+    assert not failures, "\n".join([*failures, f"ranks ended with {codes}"])
     assert codes == [0] * world_size, f"ranks ended with {codes}"
     return saved_results(folder, world_size)
 
@@ -61,6 +64,7 @@ def saved_results(folder: Path, world_size: int) -> list[Any]:
 
 
 def _run(job: Job, rank: int, world_size: int, folder: Path) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -73,4 +77,16 @@ def _run(job: Job, rank: int, world_size: int, folder: Path) -> None:
         torch.save(job(), folder / f"result-{rank}.pt")
     except Exception:  # noqa: BLE001 - the parent raises it
         (folder / f"failure-{rank}").write_text(traceback.format_exc())
+    _wait_for_others(rank, world_size, folder)
     dist.destroy_process_group()
+
+
+def _wait_for_others(rank: int, world_size: int, folder: Path) -> None:
+    """Until every rank has left its last collective, or a while if one died.
+
+    A socket that is closed while something is on its way to it is reset, and the peer loses what it has not read yet.
+    """
+    (folder / f"left-{rank}").touch()
+    end = time.monotonic() + LEAVE_TIMEOUT_S
+    while time.monotonic() < end and any(not (folder / f"left-{other}").exists() for other in range(world_size)):
+        time.sleep(0.005)
