@@ -166,7 +166,7 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
     return {
         "samples": samples,
         "logp": logp,
-        "metrics": {key: value for key, value in result.metrics.items() if not key.startswith("timing_s/")},
+        "metrics": {key: value for key, value in result.metrics.items() if not key.startswith(("timing_s/", "perf/"))},
         "gradients": backend.gradients,
         "state": {key: _whole(value) for key, value in backend.state_dict().items()},
         "weights": weights,

@@ -1,11 +1,8 @@
 """Counted FLOPs, and several recipes side by side: by hand."""
 
 import pytest
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
 
-from unirl.app.bench import CPU_ATTENTION, bench_recipe, relative_to_first
+from unirl.app.bench import bench_recipe, relative_to_first
 from unirl.app.command_line import Command, parse
 from unirl.app.recipe import composed, settled
 from unirl.config.check import check_recipe
@@ -27,17 +24,6 @@ def test_training_is_put_beside_its_flops():
 
 def test_bench_takes_several_recipes():
     assert parse(["bench", "a", "b", "--repeats", "2"]).recipes == ("a", "b")
-
-
-def test_attention_on_a_cpu_is_counted():
-    query = torch.randn(3, 2, 5, 8, requires_grad=True)
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
-        out = scaled_dot_product_attention(query, query, query)
-    products = 2 * (2 * 3 * 2 * 5 * 5 * 8)
-    assert counter.get_total_flops() == products
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == 2 * products
 
 
 def test_a_recipe_of_stages_is_planned_and_not_measured() -> None:

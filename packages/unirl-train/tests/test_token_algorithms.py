@@ -82,7 +82,7 @@ def test_gradients_do_not_depend_on_the_sizes_of_micro_batches(case: str):
         for mine, theirs in zip(parts["gradients"], whole["gradients"], strict=True):
             close(mine, theirs)
         for name, value in whole["metrics"].items():
-            if not name.startswith("timing_s/"):
+            if not name.startswith(("timing_s/", "perf/")):
                 assert parts["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from unirl.app.meters import Meter, Spent, gemm_rate, meter_of
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime, Runtime
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.sde.loop import transition_rows
+from unirl.train.flops import FlopCounter
 from unirl.trainer.base import Trainer
 from unirl.trainer.build.assembly import make_trainer
 from unirl.trainer.build.launch import make_runtime
@@ -41,27 +41,6 @@ from unirl.types.segments import LatentSegment, TextSegment
 
 SCHEMA = 3
 COMPUTE_PHASES = ("rollout", "reward", "train")
-
-
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """FLOPs of q k^T and attention @ v; shapes [batch, heads, length, width]."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (width + value[3])
-
-
-def _attention_forward(query, key, value, *rest, out_shape=None, **options) -> int:
-    return _attention_flops(query, key, value)
-
-
-def _attention_backward(grad, query, key, value, *rest, out_shape=None, **options) -> int:
-    return 2 * _attention_flops(query, key, value)
-
-
-CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Operators that PyTorch's counter leaves out; scores that the backward pass computes again do not count."""
 
 
 def commit() -> str | None:
@@ -285,9 +264,9 @@ def _largest(values: Iterable[int | None]) -> int | None:
 def _flop_observer(flops: dict[str, int]) -> Callable[[str], Any]:
     @contextmanager
     def observe(name: str) -> Generator[None]:
-        with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        with FlopCounter() as counter:
             yield
-        flops[name] = flops.get(name, 0) + counter.get_total_flops()
+        flops[name] = flops.get(name, 0) + counter.total
 
     return observe
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.algorithms.traces import Trace, Traces
 from unirl.config.schema import DEFAULT_TRACK
+from unirl.train.flops import TrainingRate
 from unirl.train.gradient_balance import GradientBalance
 from unirl.train.names import below
 from unirl.train.slicing import training_slices
@@ -95,6 +96,7 @@ class TrainStack:
         self._num_updates = num_updates_per_batch * num_epochs
         """Updates of a rollout, all epochs."""
         self._max_grad_norm = max_grad_norm
+        self._rate = TrainingRate(backend)
         self._traces: Traces | None = None
         self._num_updates_done = 0
         """Over all rollouts: what the cadence counts."""
@@ -192,15 +194,18 @@ class TrainStack:
         taking_part = [(part, updates) for part, updates in due if updates]
         tracks = {part.name: self._track(resp, part.name) for part, _ in taking_part}
         self._require_same_samples(tracks)
-        started = time.perf_counter()
-        micros: list[dict[str, list[MicroBatch]]] = [{} for _ in range(self._num_updates)]
-        for part, updates in taking_part:
-            for update, anchored in zip(
-                updates, self._anchored(part, tracks[part.name], updates, progress), strict=True
-            ):
-                micros[update][part.name] = anchored
-        anchor_s = time.perf_counter() - started
-        updates = [self._update(micros_of) for micros_of in micros]
+        kind = tuple((part.name, len(updates)) for part, updates in taking_part)
+        num_terms = sum(part.algorithm.num_terms(tracks[part.name]) for part, _ in taking_part)
+        with self._rate.measured(kind, num_terms) as rate:
+            started = time.perf_counter()
+            micros: list[dict[str, list[MicroBatch]]] = [{} for _ in range(self._num_updates)]
+            for part, updates in taking_part:
+                for update, anchored in zip(
+                    updates, self._anchored(part, tracks[part.name], updates, progress), strict=True
+                ):
+                    micros[update][part.name] = anchored
+            anchor_s = time.perf_counter() - started
+            updates = [self._update(micros_of) for micros_of in micros]
         self._num_updates_done += self._num_updates
         metrics = _joined(updates, self._maxima)
         for part, own in taking_part:
@@ -210,6 +215,7 @@ class TrainStack:
                 metrics[f"{part.prefix}{FIRST_RATIO}"] = updates[own[0]][name]
         metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
         metrics["timing_s/anchor"] = anchor_s
+        metrics.update(rate)
         return TrainStepResult(metrics, updates)
 
     def _track(self, resp: RolloutResp, name: str) -> RolloutTrack:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from unirl.rehearsal.operators import Call
+from unirl.train.flops import PUBLISHED, MatrixRates
 from unirl.types.errors import ConfigError
 
 
@@ -69,10 +70,7 @@ class Rates:
 
     name: str
     memory_bytes: float
-    half_flops: float
-    """Matrix products in bfloat16 or float16."""
-    single_flops: float
-    """In float32, without TF32."""
+    matrix: MatrixRates
     bandwidth: float
     """Bytes of its memory."""
     link: float
@@ -86,13 +84,13 @@ class Rates:
     @property
     def peak_flops(self) -> float:
         """In bfloat16."""
-        return self.half_flops
+        return self.matrix.half
 
     def seconds(self, call: Call) -> float:
         """The longer of what it computes and what it reads and writes."""
         if call.is_free or call.is_on_host:
             return 0.0
-        peak = self.half_flops if call.dtype in (torch.bfloat16, torch.float16) else self.single_flops
+        peak = self.matrix.half if call.dtype in (torch.bfloat16, torch.float16) else self.matrix.single
         share = ATTENTION_SHARE if "attention" in call.name else MATRIX_SHARE
         computing = (call.flops + HALF_FILLED * peak / 1e12) / (peak * share) if call.flops else 0.0
         return max(computing, call.num_bytes / (self.bandwidth * MEMORY_SHARE), KERNEL_S)
@@ -114,11 +112,11 @@ class Rates:
 
 
 DEVICES: Mapping[str, Rates] = {
-    "h100": Rates("H100 SXM", 80e9, 989e12, 67e12, 3.35e12, 450e9, 50e9),
-    "h200": Rates("H200", 141e9, 989e12, 67e12, 4.8e12, 450e9, 50e9),
-    "a100": Rates("A100 SXM 80 GB", 80e9, 312e12, 19.5e12, 2.04e12, 300e9, 25e9),
-    "mi300": Rates("MI300X", 192e9, 1307e12, 163e12, 5.3e12, 448e9, 50e9),
-    "910b": Rates("Ascend 910B", 64e9, 320e12, 80e12, 1.6e12, 196e9, 25e9),
+    "h100": Rates("H100 SXM", 80e9, PUBLISHED["H100"], 3.35e12, 450e9, 50e9),
+    "h200": Rates("H200", 141e9, PUBLISHED["H200"], 4.8e12, 450e9, 50e9),
+    "a100": Rates("A100 SXM 80 GB", 80e9, PUBLISHED["A100"], 2.04e12, 300e9, 25e9),
+    "mi300": Rates("MI300X", 192e9, PUBLISHED["MI300X"], 5.3e12, 448e9, 50e9),
+    "910b": Rates("Ascend 910B", 64e9, PUBLISHED["Ascend910B"], 1.6e12, 196e9, 25e9),
 }
 """By the names that `--on` takes; from the makers' data sheets."""
 

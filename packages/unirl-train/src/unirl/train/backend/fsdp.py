@@ -192,6 +192,11 @@ class FSDPBackend:
         return is_float32 and self._config.param_dtype == "fp32"
 
     @property
+    def is_compiled(self) -> bool:
+        """True if blocks of what trains are compiled."""
+        return self._config.compile
+
+    @property
     def is_sharded(self) -> bool:
         """True if FSDP wraps the model."""
         return bool(self._roots)

@@ -115,6 +115,11 @@ class TrainBackend(ShardedPolicyStore, ModuleStore, Protocol):
         ...
 
     @property
+    def is_compiled(self) -> bool:
+        """True if blocks of what trains are compiled."""
+        ...
+
+    @property
     def lora_scale(self) -> float | None:
         """alpha / rank of the adapters, which no tensor records; None for full fine-tuning."""
         ...
