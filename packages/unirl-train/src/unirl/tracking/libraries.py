@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 LIBRARIES = {
@@ -10,14 +11,24 @@ LIBRARIES = {
     "unirl.tracking.swanlab.SwanLabTracker": "swanlab",
     "unirl.tracking.mlflow.MlflowTracker": "mlflow",
     "unirl.tracking.trackio.TrackioTracker": "trackio",
+    "unirl.tracking.opentelemetry.OpenTelemetryTracker": "opentelemetry.exporter.otlp",
 }
-"""Tracker -> its library, which is also the extra that installs it."""
+"""Tracker -> its library, whose first word is also the extra that installs it."""
+
+
+def is_installed(library: str) -> bool:
+    """True if it can be imported."""
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:  # nor is what holds it
+        return False
 
 
 def how_to_get(library: str) -> str:
     """A sentence."""
+    extra = library.partition(".")[0]
     return (
-        f"{library} is not installed: uv sync --extra {library} in a clone, or pip install 'unirl-train[{library}]' "
+        f"{extra} is not installed: uv sync --extra {extra} in a clone, or pip install 'unirl-train[{extra}]' "
         "next to installed packages"
     )
 

@@ -47,7 +47,7 @@ PUBLISHED = {
 
 
 def published_rates(name: str | None) -> MatrixRates | None:
-    """Of a device by its name; None if it is not known."""
+    """What the maker says of a device of this name; None if it is not known."""
     return next((rates for part, rates in PUBLISHED.items() if name is not None and part in name), None)
 
 

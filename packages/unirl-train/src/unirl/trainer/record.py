@@ -14,7 +14,7 @@ from unirl.algorithms.traces import Trace
 from unirl.config.schema import Samples
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
-from unirl.tracking.base import Tracker
+from unirl.tracking.base import TakesTimeline, Tracker
 from unirl.tracking.gallery import EVALUATION, Gallery
 from unirl.tracking.sample_files import SampleFiles
 from unirl.trainer.clock import PhaseClock
@@ -101,7 +101,7 @@ class RunRecord:
         """Wait for the last checkpoint; returns the summary, also written to `summary.json`."""
         with self._clock.phase("checkpoint"):
             self._checkpointer.wait()
-        self._timeline.write([*self._clock.spans.take(), *self._runtime.take_spans()], done)
+        self._write_timeline(done)
         summary = self._summary(done, is_complete=is_complete, num_dropped_groups=num_dropped_groups)
         (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for tracker in self._trackers:
@@ -114,7 +114,14 @@ class RunRecord:
         """Log one point of every curve, and when what worked since the last one."""
         for tracker in self._trackers:
             tracker.log(metrics, done)
-        self._timeline.write([*self._clock.spans.take(), *self._runtime.take_spans()], done)
+        self._write_timeline(done)
+
+    def _write_timeline(self, done: int) -> None:
+        """What worked when, since the last time."""
+        lines = self._timeline.write([*self._clock.spans.take(), *self._runtime.take_spans()], done)
+        for tracker in self._trackers:
+            if isinstance(tracker, TakesTimeline):
+                tracker.timeline(lines, done)
 
     def alert(self, name: str, text: str, done: int) -> None:
         """Send an alert to the trackers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import ENABLED
-from unirl.tracking.libraries import LIBRARIES, how_to_get
+from unirl.tracking.libraries import LIBRARIES, how_to_get, is_installed
 from unirl.train.backend.rules import topology_problem
 from unirl.train.checkpoint.stores import MissingLibraryError, store_of
 from unirl.types.errors import ConfigError
@@ -217,7 +216,7 @@ def trackers_have_their_libraries(run: ComposedRun, machine: Machine) -> Message
     """The libraries of the trackers that are switched on are installed."""
     for name, node in (run.resolved.get("trackers") or {}).items():
         known = LIBRARIES.get(node.get(TARGET)) if node and node.get(ENABLED, True) else None
-        if known is not None and importlib.util.find_spec(known) is None:
+        if known is not None and not is_installed(known):
             yield f"trackers.{name}: {how_to_get(known)}."
 
 

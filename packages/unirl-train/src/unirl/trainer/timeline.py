@@ -7,9 +7,12 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from unirl.distributed.spans import Span
 from unirl.tracking.jsonl import lines_up_to
+
+Line = dict[str, Any]  # Any: JSON values
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,12 @@ class Timeline:
         elif self._path.exists():
             self._replace(lines_up_to(self._path, step))
 
-    def write(self, spans: Sequence[Span], step: int) -> None:
-        """Append the spans that ended before the metrics of `step` were logged."""
-        if not spans:
-            return
-        text = "".join(json.dumps(self._line(span, step)) + "\n" for span in spans)
+    def write(self, spans: Sequence[Span], step: int) -> list[Line]:
+        """Append the spans that ended before the metrics of `step` were logged; returns their lines."""
+        added = [self._line(span, step) for span in spans]
+        if not added:
+            return []
+        text = "".join(json.dumps(line) + "\n" for line in added)
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(text)
@@ -53,12 +57,13 @@ class Timeline:
             if not self._has_failed:
                 logger.error("the timeline cannot be kept: %s. The run continues without it.", error)
             self._has_failed = True
+        return added
 
     def _replace(self, lines: Sequence[str]) -> None:
         partial = self._path.with_suffix(".tmp")
         partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         partial.replace(self._path)
 
-    def _line(self, span: Span, step: int) -> dict[str, str | int | float]:
+    def _line(self, span: Span, step: int) -> Line:
         begin, end = round(self._epoch + span.begin, 4), round(self._epoch + span.end, 4)
         return {"step": step, "lane": span.lane, "what": span.what, "begin": begin, "end": end, **span.about}
