@@ -204,6 +204,27 @@ MISTAKES = [
         {"sampling.branch_steps": [0], "sampling.branch_factors": [24], "sampling.init_same_noise": True},
         "samples every trajectory alone. Remove branch_steps and branch_factors",
     ),
+    (
+        "flashgrpo",
+        {"algorithm.step_fraction": 0.5},
+        "algorithm.step_fraction = 0.5 leaves steps out of training, and sampling.one_step gives each sample one",
+    ),
+    ("flashgrpo", {"sampling.eta": 0.0, "sampling.scheduler": None}, "one_step = prompt needs stochastic steps"),
+    (
+        "ppo",
+        {"sampling.one_step": "prompt"},
+        "samples have one stochastic step each, and DiffusionPPO trains on several",
+    ),
+    (
+        "tempflow_branching",
+        {"sampling.samples_per_prompt": 18},
+        "one_step: branch spreads sampling.samples_per_prompt = 18 evenly over 4 stochastic steps",
+    ),
+    (
+        "vllm_omni",
+        {"sampling.one_step": "prompt"},
+        "VLLMOmniEngine makes the same steps stochastic for all samples of a call",
+    ),
     ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
 ]
 

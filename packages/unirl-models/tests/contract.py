@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from unirl.sde.loop import Velocity, transition_rows
 from unirl.sde.noise import initial_noise
 from unirl.types.batch import same_value
 from unirl.types.conditions import Condition
+from unirl.types.errors import ContractError
 from unirl.types.media import Images, Primitive, Texts
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
@@ -218,6 +220,43 @@ def shared_steps_are_taken_once_and_replay_bit_equal(case: Case) -> None:
     assert segment.clean_latents.unique(dim=0).shape[0] == 8
 
 
+def samples_with_their_own_step_are_those_of_that_step_alone(case: Case) -> None:
+    """Three samples of one start, which part at their own steps, as if only that step were stochastic in each."""
+    params = dataclasses.replace(
+        case.params, sde_indices=[1, 2, 3], one_step="branch", samples_per_prompt=3, init_same_noise=True
+    )
+    pipeline, starts, keys, own = case.pipeline, ["a"] * 3, ["a:0", "a:1", "a:2"], [2, 1, 3]
+    with pipeline.evaluating():
+        inputs = {name: value.select([0] * 3) for name, value in case.inputs(1).items()}
+        conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0]] * 3), **inputs}, params)
+        noise = initial_noise(starts, params.seed, pipeline.latent_shape(params))
+        sigmas = pipeline.sigmas(params)
+        segment = pipeline.diffuse(
+            conditions, noise, sigmas, params, noise_keys=keys, start_keys=starts, own_steps=own
+        ).replace(params=params)
+        assert segment.sde_logp is not None and segment.own_steps is not None
+        replayed = pipeline.replay(conditions, segment, torch.arange(3), torch.tensor(own), params)
+        for row, step in enumerate(own):
+            alone = pipeline.diffuse(
+                {name: value.select([row]) for name, value in conditions.items()},
+                noise[row : row + 1],
+                sigmas,
+                dataclasses.replace(params, sde_indices=[step], one_step=None),
+                noise_keys=[keys[row]],
+            )
+            assert alone.sde_logp is not None
+            for position in (step, step + 1, segment.num_steps):
+                torch.testing.assert_close(
+                    segment.latents_at(position)[row], alone.latents_at(position)[0], rtol=1e-4, atol=1e-4
+                )
+            column = segment.sde_indices.index(step)
+            torch.testing.assert_close(segment.sde_logp[row, column], alone.sde_logp[0, 0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(replayed.logp_R[row], alone.sde_logp[0, 0], rtol=1e-4, atol=1e-4)
+    assert segment.sde_logp.isfinite().sum() == 3
+    with pytest.raises(ContractError, match="not their samples' own"):
+        pipeline.replay(conditions, segment, torch.tensor([0]), torch.tensor([1]), params)
+
+
 def gradients_reach_what_trains_and_nothing_else(case: Case) -> None:
     conditions, segment = case.rollout()
     samples, steps = transition_rows(3, segment.sde_indices)
@@ -283,6 +322,7 @@ CHECKS = [
     a_sample_does_not_depend_on_its_neighbours,
     samples_with_one_start_take_their_first_steps_together,
     shared_steps_are_taken_once_and_replay_bit_equal,
+    samples_with_their_own_step_are_those_of_that_step_alone,
     gradients_reach_what_trains_and_nothing_else,
     conditions_survive_select_and_concat,
     decode_gives_pixels,

@@ -43,7 +43,7 @@ class LinearPipeline:
         lengths = [float(len(text)) for text in primitives["text"].texts]
         return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
 
-    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys, start_keys=None):
+    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys, start_keys=None, own_steps=None):
         self.start_keys = start_keys
         self.batch_sizes.append(len(initial_latents))
         found = loop.sample(
@@ -54,6 +54,7 @@ class LinearPipeline:
             eta=params.eta,
             sde_indices=params.sde_indices or [],
             step_noise=lambda step: step_noise(noise_keys, step, params.seed, SHAPE),
+            own_steps=own_steps,
         )
         return LatentSegment(
             latents=found.latents,
@@ -61,6 +62,7 @@ class LinearPipeline:
             indices=found.indices,
             sde_indices=found.sde_indices,
             sde_logp=found.sde_logp,
+            own_steps=None if own_steps is None else torch.tensor(own_steps),
         )
 
     def decode(self, latents, params):

@@ -5,11 +5,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy, SDEStrategy
+from unirl.sde.kernels import (
+    CPSSDEStrategy,
+    DanceSDEStrategy,
+    DDIMStrategy,
+    FlashSDEStrategy,
+    FlowSDEStrategy,
+    SDEStrategy,
+)
 from unirl.sde.likelihood import transition_kl
 from unirl.sde.schedule import diffusers_sigmas, linear_sigmas
 
-KERNELS = [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy, DDIMStrategy]
+KERNELS = [FlowSDEStrategy, DanceSDEStrategy, FlashSDEStrategy, CPSSDEStrategy, DDIMStrategy]
 SHAPE = (3, 2, 4, 5)
 N = 2 * 4 * 5
 SIGMA_R = torch.tensor([1.0, 0.75, 0.4286])
@@ -32,7 +39,9 @@ def reference_step(name: str, x: Tensor, v: Tensor, sigma: float, sigma_next: fl
         c = sigma_next * share
         return (1 - sigma_next) * x0 + math.sqrt(max(sigma_next**2 - c**2, 0)) * eps, c
     dt = sigma_next - sigma
-    q = eta if name == "dance" else eta * math.sqrt(sigma / (1 - (sigma_max if sigma == 1 else sigma)))
+    q = eta * {"dance": 1.0, "flash": sigma_max * sigma}.get(
+        name, math.sqrt(sigma / (1 - (sigma_max if sigma == 1 else sigma)))
+    )
     score = -(x - (1 - sigma) * x0) / sigma**2
     return x + (v - q**2 / 2 * score) * dt, q * math.sqrt(-dt)
 
@@ -149,7 +158,7 @@ def test_gradient_agrees_with_float64_finite_differences(kernel_class):
         assert gradient[row].flatten()[element].item() == pytest.approx(difference, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy, DDIMStrategy])
+@pytest.mark.parametrize("kernel_class", [FlowSDEStrategy, DanceSDEStrategy, FlashSDEStrategy, DDIMStrategy])
 def test_log_ratio_is_the_noise_along_the_shift_minus_the_kl(kernel_class):
     """log r = mean(eps Delta) / s - K with K the exact KL; E = -K and Var = 2 K / N over the noise."""
     num_draws, elements, shift = 4000, 64, 0.3
@@ -340,6 +349,7 @@ def test_only_cps_is_not_gaussian_and_only_ddim_has_no_last_step():
     assert [(kernel.name, kernel.is_gaussian) for kernel in KERNELS] == [
         ("flow", True),
         ("dance", True),
+        ("flash", True),
         ("cps", False),
         ("ddim", True),
     ]

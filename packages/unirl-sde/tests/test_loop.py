@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy
+from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlashSDEStrategy, FlowSDEStrategy
 from unirl.sde.loop import replay, sample, transition_rows
 from unirl.sde.noise import initial_noise, step_noise
 from unirl.sde.schedule import diffusers_sigmas, linear_sigmas
 from unirl.sde.solvers import DPMSolverPP2M, EulerSolver
 
-KERNELS = [FlowSDEStrategy, DanceSDEStrategy, CPSSDEStrategy, DDIMStrategy]
+KERNELS = [FlowSDEStrategy, DanceSDEStrategy, FlashSDEStrategy, CPSSDEStrategy, DDIMStrategy]
 KEYS = ["a", "b", "c"]
 SHAPE = (2, 4, 4)
 SIGMAS = linear_sigmas(6)

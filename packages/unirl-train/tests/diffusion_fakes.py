@@ -196,6 +196,7 @@ class FieldPipeline:
         *,
         noise_keys: Sequence[str],
         start_keys: Sequence[str] | None = None,
+        own_steps: Sequence[int] | None = None,
     ) -> LatentSegment:
         """Trajectories with everything that replay needs."""
         trajectory = sample_shared(
@@ -208,6 +209,7 @@ class FieldPipeline:
             sde_indices=params.resolve_sde_indices(0),
             step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, self.shape),
             keep=params.keep_latents,
+            own_steps=own_steps,
         )
         return LatentSegment(
             latents=trajectory.latents,
@@ -215,6 +217,7 @@ class FieldPipeline:
             indices=trajectory.indices,
             sde_indices=trajectory.sde_indices,
             sde_logp=trajectory.sde_logp,
+            own_steps=None if own_steps is None else torch.tensor(list(own_steps)),
             params=params,
         )
 
@@ -251,6 +254,11 @@ class FieldPipeline:
         """Deviations of the stochastic steps."""
         assert segment.params is not None
         return self.strategy.step_std(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
+
+    def step_gain(self, segment: LatentSegment) -> Tensor:
+        """What a velocity of 1 adds to the mean of the stochastic steps."""
+        assert segment.params is not None
+        return self.strategy.step_gain(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
 
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams
@@ -347,7 +355,8 @@ class FieldEngine:
         inside = nullcontext() if policy is None or self.policies is None else self.policies.using_policy(policy)
         with self.pipeline.evaluating(), inside:
             conditions = self.pipeline.encode(req.primitives, params)
-            segment = self.pipeline.diffuse(conditions, start, req.sigmas, params, noise_keys=keys)
+            own = req.own_steps or None
+            segment = self.pipeline.diffuse(conditions, start, req.sigmas, params, noise_keys=keys, own_steps=own)
         decoded = self.pipeline.decode(segment.clean_latents, params)
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
         return RolloutResp(tracks={"image": track})

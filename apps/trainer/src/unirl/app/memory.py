@@ -303,6 +303,8 @@ def trained_steps(algorithm: Part, sampling: Part) -> int:
     """Steps of a sample that an algorithm trains on."""
     scheduler, rows = sampling.node.get("scheduler") or {}, algorithm.ability("trained_rows")
     chosen = algorithm.get(rows) if isinstance(rows, str) else rows
+    if chosen is None and sampling.get("one_step") is not None:
+        return 1
     return chosen or scheduler.get("num_sde_steps") or sampling.get("num_inference_steps")
 
 

@@ -5,7 +5,7 @@ Shape letters: see `unirl.models`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,28 @@ def stochastic_steps(params: DiffusionSamplingParams) -> list[int]:
             "pass params.resolved(rollout_id)"
         )
     return params.resolve_sde_indices(rollout_id=0)
+
+
+def walked_together(
+    velocity_of: Callable[[list[int]], Velocity], start_keys: Sequence[str], own_steps: Sequence[int]
+) -> Velocity:
+    """The velocity of all samples, asked once for those of one start that have not come to their own step yet.
+
+    They are at the same latent until then, so one row stands for them. velocity_of(rows): that of these samples.
+    """
+
+    def run(x_B: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
+        step = int(step_B[0])
+        first = list(range(len(own_steps)))
+        seen: dict[str, int] = {}
+        for row, own in enumerate(own_steps):
+            if own >= step:
+                first[row] = seen.setdefault(start_keys[row], row)
+        rows = sorted(set(first))
+        found = velocity_of(rows)(x_B[rows], sigma_B[rows], step_B[rows])
+        return found[[rows.index(row) for row in first]]
+
+    return run
 
 
 def check_trees(branching: Branching, start_keys: Sequence[str] | None, num_samples: int) -> None:

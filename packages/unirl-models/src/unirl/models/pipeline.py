@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
-from unirl.models.diffusion import ReplayedTransitions, check_trees, in_forwards, solver_of, stochastic_steps
+from unirl.models.diffusion import (
+    ReplayedTransitions,
+    check_trees,
+    in_forwards,
+    solver_of,
+    stochastic_steps,
+    walked_together,
+)
 from unirl.models.evaluation_mode import evaluating
 from unirl.sde import loop
 from unirl.sde.kernels import SDEStrategy
@@ -97,6 +104,7 @@ class DiffusionPipeline:
         *,
         noise_keys: Sequence[str],
         start_keys: Sequence[str] | None = None,
+        own_steps: Sequence[int] | None = None,
     ) -> LatentSegment:
         """Trajectories of B samples from `initial_latents` [B, ...], which the adapter's `starting_latents` puts at
         sigmas[0]. Call inside `evaluating()`.
@@ -104,6 +112,7 @@ class DiffusionPipeline:
         sigmas: [T + 1], used verbatim. noise_keys: B ids that seed the noise of each step with params.seed.
         start_keys: B ids; samples of one id have equal initial latents and conditions, so the steps before the first
         stochastic one are taken once for all of them. None: every sample for itself.
+        own_steps: B of the stochastic steps, the only one of each sample; None: samples have all of them.
         params.keep_latents: what is stored, see `unirl.sde.loop.sample`.
         The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
         Raises ContractError if sizes disagree, ConfigError for parameters that this pipeline cannot honour.
@@ -135,8 +144,13 @@ class DiffusionPipeline:
         def velocity_of(rows: list[int]) -> Velocity:
             return self.bound(conditions if len(rows) == num_samples else select_rows(conditions, rows), params)
 
+        velocities = velocity_of
+        if own_steps is not None and start_keys is not None and self.forward_batch_size is None:
+            # Ranks that share a model's shards must run equally many forwards, so rows that are cut are not left out.
+            together = walked_together(velocity_of, start_keys, own_steps)
+            velocities = lambda rows: together  # noqa: E731
         trajectory = sample_shared(
-            velocity_of,
+            velocities,
             latents,
             sigmas,
             [(start, 1)] if branching is None else branching.stages,
@@ -147,6 +161,7 @@ class DiffusionPipeline:
             storage_dtype=DTYPES[params.trajectory_precision],
             solver=solver_of(params),
             keep=params.keep_latents,
+            own_steps=own_steps,
         )
         segment = LatentSegment(
             modality=self.adapter.modality,
@@ -155,6 +170,7 @@ class DiffusionPipeline:
             indices=trajectory.indices,
             sde_indices=trajectory.sde_indices,
             sde_logp=trajectory.sde_logp,
+            own_steps=None if own_steps is None else torch.tensor(list(own_steps), device=trajectory.latents.device),
         )
         self.remember(conditions, segment, params)
         return segment
@@ -239,6 +255,13 @@ class DiffusionPipeline:
             raise ContractError("the segment does not hold the parameters that it was sampled with")
         self._check(segment.params)
         return self.strategy.step_std(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
+
+    def step_gain(self, segment: LatentSegment) -> Tensor:
+        """Derivative of the mean by the velocity at each stochastic step of a segment, [S] float32 on the CPU."""
+        if segment.params is None:
+            raise ContractError("the segment does not hold the parameters that it was sampled with")
+        self._check(segment.params)
+        return self.strategy.step_gain(segment.sigmas, segment.sde_indices, eta=segment.params.eta)
 
     def velocity(
         self, conditions: Conditions, x_R: Tensor, sigma_R: Tensor, step_R: Tensor, params: DiffusionSamplingParams

@@ -9,6 +9,7 @@ from unirl.sde.noise import initial_noise
 from unirl.types.conditions import ImageLatentCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.noise import NoiseRecipe, noise_key
+from unirl.types.own_steps import own_logp
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
@@ -67,6 +68,18 @@ def step_noise_keys(req: RolloutReq) -> list[str]:
     return [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
 
 
+def own_steps(req: RolloutReq, params: DiffusionSamplingParams) -> list[int] | None:
+    """The one stochastic step of each sample; None where samples have all. Raises ContractError if they are missing."""
+    if params.one_step is None or params.eta == 0:
+        return None
+    if len(req.own_steps) != req.batch_size:
+        raise ContractError(
+            f"one_step = {params.one_step} but the request names {len(req.own_steps)} steps for {req.batch_size} "
+            "samples; the driver sets them"
+        )
+    return req.own_steps
+
+
 def same_kernel(params: DiffusionSamplingParams, engine_kernel: str) -> None:
     """Raise ConfigError if the request names another kernel than the engine uses."""
     if params.sde_strategy is not None and params.sde_strategy != engine_kernel:
@@ -83,8 +96,11 @@ def verify_segment(segment: LatentSegment, sigmas: Tensor, params: DiffusionSamp
     expected = params.sde_indices if params.eta > 0 else []
     if expected is not None and sorted(segment.sde_indices) != sorted(expected):
         raise ContractError(f"the engine made steps {segment.sde_indices} stochastic, the request asked for {expected}")
-    if segment.sde_indices and segment.sde_logp is not None and not bool(torch.isfinite(segment.sde_logp).all()):
-        bad = (~torch.isfinite(segment.sde_logp)).any(dim=1).nonzero().flatten().tolist()
+    if (segment.own_steps is None) != (params.one_step is None or params.eta == 0):
+        raise ContractError(f"the request has one_step = {params.one_step}, which the engine did not heed")
+    logp = own_logp(segment)
+    if segment.sde_indices and logp is not None and not bool(torch.isfinite(logp).all()):
+        bad = (~torch.isfinite(logp)).any(dim=1).nonzero().flatten().tolist()
         raise ContractError(f"log-probs of samples {bad[:8]} are not finite")
     if not bool(torch.isfinite(segment.clean_latents).all()):
         finite = torch.isfinite(segment.clean_latents).flatten(1).all(dim=1)

@@ -137,6 +137,17 @@ class SDEStrategy(ABC):
         moved = self.transition(nothing, nothing, sigmas[at_S], sigmas[at_S + 1], eta=eta, sigma_max=float(sigmas[1]))
         return moved.std_R
 
+    def step_gain(self, sigmas: Tensor, steps: Sequence[int], *, eta: float) -> Tensor:
+        """Derivative of the mean by the velocity at these steps of a schedule, [S] float32 on the CPU; below 0.
+
+        The mean is linear in the velocity, so this is the mean at x = 0, v = 1. Arguments: see `step_std`.
+        """
+        sigmas = sigmas.detach().to("cpu", torch.float32)
+        at_S = torch.tensor(list(steps), dtype=torch.int64)
+        x, velocity = torch.zeros(len(steps), 1), torch.ones(len(steps), 1)
+        moved = self.transition(x, velocity, sigmas[at_S], sigmas[at_S + 1], eta=eta, sigma_max=float(sigmas[1]))
+        return moved.mean[:, 0]
+
     def check_eta(self, eta: float) -> None:
         """Raises ValueError unless eta is a noise level that this kernel can use."""
         if not (math.isfinite(eta) and eta >= 0):
@@ -208,6 +219,23 @@ class DanceSDEStrategy(SDEStrategy):
         self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
         sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
         return self._sde_transition(x, velocity, sigma_R, sigma_next_R, torch.full_like(sigma_R, eta))
+
+
+class FlashSDEStrategy(SDEStrategy):
+    """The kernel of Flash-GRPO: q = eta sigma_max sigma, which falls with the noise level and is finite everywhere.
+
+    Source: Flash-GRPO (arXiv 2605.15980) and its code, q = eta (sigma_min + (sigma_max - sigma_min) sigma) with
+    sigma_min = 0, the last level of the schedule.
+    """
+
+    name = "flash"
+
+    def transition(
+        self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
+    ) -> Transition:
+        self._check(x, velocity, sigma_R, sigma_next_R, eta, sigma_max)
+        sigma_R, sigma_next_R = sigma_R.float(), sigma_next_R.float()
+        return self._sde_transition(x, velocity, sigma_R, sigma_next_R, eta * sigma_max * sigma_R)
 
 
 class CPSSDEStrategy(SDEStrategy):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unirl.sde.kernels import SDEStrategy, StepOut
-from unirl.sde.rows import check_rows, check_same_shape
+from unirl.sde.rows import check_rows, check_same_shape, over_rows
 from unirl.sde.solvers import Solver, euler_step
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -85,6 +85,7 @@ def sample(
     keep_means: bool = False,
     on_step: Callable[[int, Tensor], None] | None = None,
     start: int = 0,
+    own_steps: Sequence[int] | None = None,
 ) -> Trajectory:
     """Walks the schedule once from `initial` [B, ...] at sigmas[start] and returns what `keep` names.
 
@@ -99,6 +100,8 @@ def sample(
     keep_means: also returns the means of the stochastic steps, float32.
     on_step: called with (i, latent at i + 1 in float32) after every step.
     start: position of `initial`; earlier steps were taken elsewhere, none of them is stochastic.
+    own_steps: B of the stochastic steps, the only one of each row; rows take Euler steps at the others, whose log-prob
+        is NaN. None: every row has all of them.
     Raises ValueError for a bad schedule, index, keep or eta, for a missing strategy or step_noise, and for a solver
     that would never be used because the last step is stochastic.
     """
@@ -121,6 +124,7 @@ def sample(
             f"the {strategy.name} kernel adds no noise on the step to sigma = 0, which then has no log-probability. "
             f"Leave step {last_sde} out of the stochastic ones ({sde_steps})."
         )
+    own_B = _checked_own_steps(own_steps, sde_steps, initial)
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
     if solver is not None:
@@ -150,7 +154,12 @@ def sample(
                 noise=step_noise(index).to(x),
                 storage_dtype=storage_dtype,
             )
-            x = out.next
+            if own_B is None:
+                x = out.next
+            else:
+                is_own_B = own_B == index
+                x = torch.where(over_rows(is_own_B, x), out.next, euler_step(x, predicted, sigma_R, sigma_next_R))
+                logp_B = torch.where(is_own_B, logp_B, torch.nan)
             logps.append(logp_B)
             means += [out.mean] if keep_means else []
         elif solver is not None and index > last_sde:
@@ -284,6 +293,17 @@ def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int, start: int
         return set(range(start, num_steps + 1))
     ends = sde_steps if keep == "transitions" else []
     return {num_steps, *ends, *(step + 1 for step in ends)}
+
+
+def _checked_own_steps(own_steps: Sequence[int] | None, sde_steps: list[int], initial: Tensor) -> Tensor | None:
+    if own_steps is None:
+        return None
+    if len(own_steps) != initial.shape[0] or not set(own_steps) <= set(sde_steps):
+        raise ValueError(
+            f"own_steps = {list(own_steps)} must be one of the stochastic steps {sde_steps} for each of "
+            f"{initial.shape[0]} rows."
+        )
+    return torch.tensor(list(own_steps), device=initial.device)
 
 
 def _checked_sde_indices(sde_indices: Sequence[int], num_steps: int) -> list[int]:

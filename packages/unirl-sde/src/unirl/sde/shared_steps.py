@@ -28,6 +28,7 @@ def sample_shared(
     solver: Solver | None = None,
     keep: Keep = "transitions",
     keep_means: bool = False,
+    own_steps: Sequence[int] | None = None,
 ) -> Trajectory:
     """Trajectories of all B samples of `initial`, walked in stages; see `unirl.sde.loop.sample` for all else.
 
@@ -35,11 +36,14 @@ def sample_shared(
         of them. Positions ascend, the first is that of `initial`; sizes divide B and the size before, and end with 1.
         Every stage but the first begins with a stochastic step, where those that it parts get their own noise.
     velocity_of(rows): the velocity of these samples. step_noise(i, rows): their noise at step i, [len(rows), ...].
+    own_steps: as in `sample`, for one stage alone.
     Samples that share a step have the same stored latents, log-prob and mean there. One stage of size 1 is `sample`.
     Raises ValueError for stages that are not so.
     """
     num_samples, sde_steps = initial.shape[0], set(sde_indices)
     _check_stages(stages, num_samples, sde_steps)
+    if own_steps is not None and len(stages) > 1:
+        raise ValueError(f"stages {list(stages)} share stochastic steps, and own_steps gives each sample one.")
     ends = [*(start for start, _ in stages[1:]), sigmas.numel() - 1]
     parts: list[Trajectory] = []
     x = initial[:: stages[0][1]]
@@ -63,6 +67,7 @@ def sample_shared(
                 solver=solver if is_last else None,
                 keep=keep,
                 keep_means=keep_means and bool(own),
+                own_steps=own_steps,
             )
         )
     return parts[0] if len(parts) == 1 else _joined(parts, num_samples)

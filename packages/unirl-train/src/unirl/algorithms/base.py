@@ -147,6 +147,8 @@ class StageAlgorithm(ABC):
     """Keyword of the constructor that says `samples_per_unit`; None where the class does."""
     trains_trees: ClassVar[bool] = False
     """True if it trains on samples that share steps (`unirl.types.branching`)."""
+    trains_own_steps: ClassVar[bool] = False
+    """True if it trains on samples with one stochastic step each (`sampling.one_step`)."""
     trained_rows: ClassVar[str | int | None] = None
     """Rows of the model in the loss of one sample: their number, or the keyword that says it; None: one per stochastic
     step."""

@@ -41,6 +41,7 @@ class BranchGRPO(DiffusionGRPO):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.branch_rules"
     trains_trees: ClassVar[bool] = True
+    trains_own_steps: ClassVar[bool] = False
     unit_option: ClassVar[str | None] = "samples_per_tree"
 
     def __init__(

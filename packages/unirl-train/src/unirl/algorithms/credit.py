@@ -47,6 +47,29 @@ class NoiseCredit:
 
 
 @dataclass(frozen=True)
+class VelocityCredit:
+    """Weights that give the gradient of the velocity the same size at every stochastic step: std / |d mean / d v|.
+
+    The score of a step by its velocity is (d mean / d v) noise / std, so steps of little noise have the largest
+    gradients, which say nothing about how much they matter. For an SDE kernel the weight is
+    1 / [sqrt(-dt) / q + q sqrt(-dt) (1 - sigma) / (2 sigma)], the temporal gradient rectification of Flash-GRPO (arXiv
+    2605.15980), there divided by the mean over the candidate steps as here.
+    """
+
+    def weights(self, segment: LatentSegment, pipeline: DiffusionPipeline) -> Tensor:
+        """See `StepCredit.weights`; 0 for the deterministic steps. Raises ConfigError if no step has noise."""
+        std_S, gain_S = pipeline.step_std(segment), pipeline.step_gain(segment).abs()
+        if not bool(std_S.sum() > 0):
+            raise ConfigError(
+                f"algorithm.credit weights steps by their noise, and the stochastic steps {segment.sde_indices} of the "
+                f"{pipeline.strategy_name} kernel have none. Raise sampling.eta, or choose other steps."
+            )
+        weights = torch.zeros(segment.num_steps)
+        weights[segment.sde_indices] = std_S / gain_S / (std_S / gain_S).mean()
+        return weights
+
+
+@dataclass(frozen=True)
 class FixedCredit:
     """Weights written down, one per step of the schedule; they are scaled to mean 1 over the stochastic steps."""
 

@@ -46,6 +46,7 @@ class DiffusionPPO(DiffusionGRPO):
     """
 
     learns_value: ClassVar[bool] = True
+    trains_own_steps: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -86,6 +86,7 @@ class TransitionAlgorithm(RatioAlgorithm):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.transition_rules"
     requires_sde: ClassVar[bool] = True
+    trains_own_steps: ClassVar[bool] = True
     requires_gaussian_mean: ClassVar[bool] = False
     """True if the kernel's log-prob must be a density, averaged over the elements."""
     keeps_anchor_means: ClassVar[bool] = False
@@ -227,6 +228,8 @@ class TransitionAlgorithm(RatioAlgorithm):
         """sample_R and step_R of the rows that train, [R] int64 each on the CPU, the same at every call."""
         segment = micro.segment
         num_trained = self._num_trained_steps(micro.track)
+        if segment.own_steps is not None:
+            return torch.arange(segment.batch_size), segment.own_steps.cpu()
         if num_trained == len(segment.sde_indices):
             return transition_rows(segment.batch_size, segment.sde_indices)
         steps = torch.tensor(segment.sde_indices)
@@ -246,7 +249,10 @@ class TransitionAlgorithm(RatioAlgorithm):
     # ------------------------------------------------------------------------------------------------------------
 
     def _num_trained_steps(self, track: RolloutTrack) -> int:
-        return max(int(self.step_fraction * len(self._stochastic_steps(track)) + 1e-9), 1)
+        steps = self._stochastic_steps(track)
+        if isinstance(track.segment, LatentSegment) and track.segment.own_steps is not None:
+            return 1
+        return max(int(self.step_fraction * len(steps) + 1e-9), 1)
 
     def _stochastic_steps(self, track: RolloutTrack) -> list[int]:
         segment = track.segment

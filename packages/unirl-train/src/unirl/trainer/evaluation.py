@@ -173,6 +173,7 @@ class EvaluationConfig:
             init_same_noise=False,
             branch_steps=None,
             branch_factors=None,
+            one_step=None,
             post_solver=self.post_solver,
             post_step_ratio=1.0,
             keep_latents="last",

@@ -15,8 +15,9 @@ from unirl.data.pictures import prompt_pictures
 from unirl.data.sounds import prompt_sounds
 from unirl.distributed.runtime import Runtime
 from unirl.sde.schedule import compressed_tail
+from unirl.trainer.own_steps import deal_steps
 from unirl.trainer.roles import DiffusionEngineRole, StagesEngineRole
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import DiffusionPlan, RolloutReq
@@ -116,6 +117,7 @@ def build_request(
             rollout_id, fields["sample_ids"], fields["group_ids"], same_noise=params.init_same_noise
         ),
         init_noise_latent_shape=list(latent_shape),
+        own_steps=deal_steps(fields["group_ids"], params, rollout_id),
         rollout_id=rollout_id,
     )
 
@@ -170,6 +172,11 @@ def _staged_request(
     for track, plan in plans.items():
         own = stages[track]
         assert isinstance(own, DiffusionSamplingParams)  # noqa: S101 - only these have plans
+        if own.one_step is not None:
+            raise ConfigError(
+                f"stages.{track}.sampling.one_step = {own.one_step}: where several stages sample, the samples of a "
+                "stage have the same stochastic steps. Set it to null."
+            )
         stages[track], sigmas = shortened(own, plan.sigmas)
         plans[track] = dataclasses.replace(plan, sigmas=sigmas)
     return build_staged_request(rows, StagedSamplingParams(stages=stages), plans, rollout_id=rollout_id)

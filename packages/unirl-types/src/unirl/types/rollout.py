@@ -66,6 +66,8 @@ class RolloutReq(Batch):
     """Ids of the initial noise; equal ids start equal."""
     init_noise_latent_shape: list[int] | None = shared(default=None)
     """Shape of ONE latent."""
+    own_steps: list[int] = per_sample(default_factory=list)
+    """The one stochastic step of each sample, where `sampling_params.one_step` is set."""
     rollout_id: int = shared(default=0)
     """Which rollout of the run this is; part of every noise id."""
     number: int | None = shared(default=None)

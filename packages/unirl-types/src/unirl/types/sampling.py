@@ -16,6 +16,8 @@ PostSolver = Literal["euler", "dpmpp_2m", "unipc"]
 POST_SOLVERS = ("euler", "dpmpp_2m", "unipc")
 KeptLatents = Literal["transitions", "all", "last"]
 KEPT_LATENTS = ("transitions", "all", "last")
+OneStep = Literal["prompt", "branch"]
+ONE_STEP = ("prompt", "branch")
 
 
 class IndexScheduler(Protocol):
@@ -102,6 +104,9 @@ class DiffusionSamplingParams(BaseSamplingParams):
     sample has its own trajectory."""
     branch_factors: list[int] | None = None
     """Children of a node at each of `branch_steps`; their product is samples_per_prompt."""
+    one_step: OneStep | None = None
+    """Which of the stochastic steps a sample has. None: all. prompt: one, the samples of a prompt the same and prompts
+    spread evenly over the steps. branch: one, the samples of a prompt spread evenly over the steps, in order."""
     post_solver: PostSolver = "euler"
     """Solver of the deterministic steps: Euler; dpmpp_2m (DPM-Solver++ of second order, SDXL's and Sana's) and unipc
     (UniPC of second order, Wan's) where no stochastic step follows."""
@@ -154,6 +159,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
                 len(set(self.sde_indices)) == len(self.sde_indices), f"sde_indices repeat a step: {self.sde_indices}"
             )
         self._check_branching()
+        self._check_one_step()
         for name in ("autocast_precision", "trajectory_precision", "logprob_precision"):
             value = getattr(self, name)
             _require(value in PRECISIONS, f"{name} = {value!r} must be one of {', '.join(PRECISIONS)}")
@@ -203,6 +209,28 @@ class DiffusionSamplingParams(BaseSamplingParams):
             "make those steps deterministic",
         )
 
+    def _check_one_step(self) -> None:
+        if self.one_step is None:
+            return
+        _require(self.one_step in ONE_STEP, f"one_step = {self.one_step!r} must be one of {', '.join(ONE_STEP)}")
+        where = f"one_step = {self.one_step}"
+        _require(self.eta > 0, f"{where} needs stochastic steps. Set eta above 0 (0 = no noise)")
+        _require(
+            self.keep_latents == "transitions",
+            f"{where} stores the ends of each sample's own step. Set keep_latents: transitions",
+        )
+        _require(self.branch_steps is None, f"{where} and branch_steps = {self.branch_steps} exclude each other")
+        if self.sde_indices is not None:
+            self._check_shares(self.sde_indices)
+
+    def _check_shares(self, steps: list[int]) -> None:
+        """Raise ConfigError unless the samples of a prompt divide over the steps that they branch at."""
+        _require(
+            self.one_step != "branch" or not steps or self.samples_per_prompt % len(steps) == 0,
+            f"samples_per_prompt = {self.samples_per_prompt} does not divide over the {len(steps)} stochastic steps "
+            f"{steps}, at each of which equally many samples branch (one_step: branch). Change one of them",
+        )
+
     @property
     def branching(self) -> Branching | None:
         """The tree of a prompt's samples; None where each has its own trajectory. Raises ConfigError if
@@ -240,6 +268,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
         if self.scheduler is None:
             every = list(range(self.num_inference_steps))
             self._check_branch_points(every)
+            self._check_shares(every)
             return every
         chosen = sorted(self.scheduler.indices(rollout_id))
         wrong = [i for i in chosen if not 0 <= i < self.num_inference_steps]
@@ -250,6 +279,7 @@ class DiffusionSamplingParams(BaseSamplingParams):
         )
         _require(len(set(chosen)) == len(chosen), f"{type(self.scheduler).__name__} chose a step twice: {chosen}")
         self._check_branch_points(chosen)
+        self._check_shares(chosen)
         return chosen
 
     def resolved(self, rollout_id: int) -> Self:

@@ -159,7 +159,12 @@ def last_step_may_be_stochastic(sampling: Part) -> bool:
 
 
 def num_stochastic_steps(sampling: Part) -> int | None:
-    """How many steps of a rollout are stochastic; None if its own scheduler decides."""
+    """How many steps of a sample are stochastic; None if its own scheduler decides."""
+    return num_candidates(sampling) if sampling.get("one_step") is None else 1
+
+
+def num_candidates(sampling: Part) -> int | None:
+    """How many steps are stochastic in some sample of a rollout; None if its own scheduler decides."""
     steps, explicit = sampling.get("num_inference_steps", 1), sampling.get("sde_indices")
     scheduler = sampling.inner.get("scheduler")
     if isinstance(explicit, Sequence):
@@ -168,6 +173,8 @@ def num_stochastic_steps(sampling: Part) -> int | None:
         return steps if sampling.get("scheduler") is None else None
     if scheduler.ability("takes_every_step"):
         return steps - bool(scheduler.get("exclude_last"))
+    if isinstance(scheduler.node.get("indices"), Sequence):
+        return len(scheduler.node["indices"])
     found = [
         scheduler.node[name] for name in ("num_sde_steps", "window_size") if isinstance(scheduler.node.get(name), int)
     ]
@@ -224,6 +231,34 @@ def branches_are_trained(own: Part, run: Run) -> Messages:
                 )
 
 
+def own_steps_are_trained(own: Part, run: Run) -> Messages:
+    """Samples with one stochastic step each are trained at that step alone."""
+    if own.get("one_step") is None:
+        return
+    steps = num_candidates(own)
+    if own.get("one_step") == "branch" and steps and own.get("samples_per_prompt", 1) % steps:
+        yield (
+            f"sampling.one_step: branch spreads sampling.samples_per_prompt = {own.get('samples_per_prompt', 1)} "
+            f"evenly over {steps} stochastic steps, which do not divide them. Change one of the two."
+        )
+    for policy in run.policies.values():
+        for algorithm in policy.algorithms.values():
+            if run.seen_by(algorithm).sampling is not own:
+                continue
+            if not algorithm.ability("trains_own_steps"):
+                yield (
+                    f"sampling.one_step = {own.get('one_step')}: samples have one stochastic step each, and "
+                    f"{algorithm.name} trains on several. Set {algorithm.at}._target_: "
+                    "unirl.algorithms.diffusion_grpo.DiffusionGRPO, or one_step: null."
+                )
+            fraction = algorithm.number("step_fraction")
+            if fraction is not None and fraction != 1:
+                yield (
+                    f"{algorithm.at}.step_fraction = {fraction} leaves steps out of training, and "
+                    "sampling.one_step gives each sample one. Set it to 1."
+                )
+
+
 def num_leaves(sampling: Part) -> int | None:
     """Samples of a tree; None where samples share no steps, or what is written does not describe a tree."""
     factors = sampling.get("branch_factors")
@@ -241,4 +276,5 @@ RULES = (
     samples_differ,
     branches_are_stochastic,
     branches_are_trained,
+    own_steps_are_trained,
 )

@@ -92,6 +92,9 @@ class LatentSegment(Segment):
     """[B, S] float32, nats per latent element (or summed, as the kernel's reduction says)."""
     sde_means: Tensor | None = per_sample(default=None)
     """[B, S, ...] float32 means of the transitions."""
+    own_steps: Tensor | None = per_sample(default=None)
+    """[B] int64: which of the S steps was the one stochastic step of each sample; the others were Euler's, and their
+    log-probs are NaN. Absent: every sample has all of them."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectory was sampled with; replay uses these and no others."""
 
@@ -122,6 +125,8 @@ class LatentSegment(Segment):
                     f"LatentSegment.{name} {tuple(value.shape)} must start with [B, S] = "
                     f"[{self.latents.shape[0]}, {len(self.sde_indices)}]"
                 )
+        if self.own_steps is not None and not set(self.own_steps.tolist()) <= set(self.sde_indices):
+            raise ContractError(f"own_steps {self.own_steps.tolist()} must be stochastic steps, {self.sde_indices}")
 
     @property
     def num_steps(self) -> int:
@@ -147,8 +152,11 @@ class LatentSegment(Segment):
     def transitions(self, sample_R: Tensor, step_R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows of stored transitions: (x_R, next_R, sigma_R, sigma_next_R).
 
-        sample_R, step_R: int64 [R]. Raises KeyError for a step whose two ends were not stored.
+        sample_R, step_R: int64 [R]. Raises KeyError for a step whose two ends were not stored, ContractError for one
+        that is not its sample's own.
         """
+        if self.own_steps is not None and not torch.equal(self.own_steps.cpu()[sample_R.cpu()], step_R.cpu()):
+            raise ContractError(f"rows ask for steps that are not their samples' own, {self.own_steps.tolist()}")
         slots = {i: slot for slot, i in enumerate(self.indices)}
         steps = step_R.tolist()
         missing = sorted({step for step in steps if step not in slots or step + 1 not in slots})
@@ -181,6 +189,7 @@ class LatentSegment(Segment):
             sde_indices=self.sde_indices,
             sde_logp=self.sde_logp,
             sde_means=None if self.sde_means is None else list(self.sde_means),
+            own_steps=self.own_steps,
             params=self.params,
         )
 
@@ -207,6 +216,8 @@ class SizedLatents(Segment):
     """[B, S] float32, see `LatentSegment`."""
     sde_means: list[Tensor] | None = per_sample(default=None)
     """Per sample [S, C, h, w], see `LatentSegment`."""
+    own_steps: Tensor | None = per_sample(default=None)
+    """[B], see `LatentSegment`."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectories were sampled with but for the size: height and width are those of an image whose size
     was not chosen."""
@@ -229,5 +240,6 @@ class SizedLatents(Segment):
             sde_indices=self.sde_indices,
             sde_logp=self.sde_logp,
             sde_means=None if self.sde_means is None else torch.stack(self.sde_means),
+            own_steps=self.own_steps,
             params=replace(self.params, height=height, width=width),
         )

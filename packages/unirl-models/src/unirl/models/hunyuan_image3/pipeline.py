@@ -16,6 +16,7 @@ from unirl.sde.kernels import SDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import ExpertCondition, PromptCondition
+from unirl.types.errors import ConfigError
 from unirl.types.precision import DTYPES
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
@@ -56,6 +57,11 @@ class HunyuanImage3Pipeline(DiffusionPipeline):
     def remember(self, conditions: Conditions, segment: LatentSegment, params: DiffusionSamplingParams) -> None:
         """Where experts are replayed and steps are stochastic, adds their slot to `conditions`, which must then be a
         dict."""
+        if self._replays_experts and segment.own_steps is not None:
+            raise ConfigError(
+                "replays_experts keeps the experts of the same steps of all samples. Set sampling.one_step: null, or "
+                "replays_experts: false."
+            )
         if self._replays_experts and segment.sde_indices:
             require_dict(conditions)[EXPERTS] = self.experts(conditions, segment, params)
 

@@ -65,6 +65,8 @@ class BaseRolloutEngine(ABC):
     """Diffusion only: True if a subset of the steps can be stochastic."""
     shares_steps: ClassVar[bool] = False
     """Diffusion only: True if samples can share their first steps (`unirl.types.branching`)."""
+    takes_own_steps: ClassVar[bool] = False
+    """Diffusion only: True if samples can have one stochastic step each (`RolloutReq.own_steps`)."""
     takes_media: ClassVar[bool] = False
     """True if the model receives the images and videos of a request."""
     takes_audio: ClassVar[bool] = False

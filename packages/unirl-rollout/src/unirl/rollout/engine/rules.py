@@ -133,6 +133,16 @@ def trees_are_whole(own: Part, run: Run) -> Messages:
         )
 
 
+def own_steps_are_taken(own: Part, run: Run) -> Messages:
+    """Samples that have one stochastic step each are sampled by an engine that supports it."""
+    if run.sampling.get("one_step") is not None and not own.ability("takes_own_steps"):
+        yield (
+            f"{run.sampling.at}.one_step = {run.sampling.get('one_step')}, but {own.name} makes the same steps "
+            f"stochastic for all samples of a call. Set it to null, or {own.at}._target_: "
+            "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine."
+        )
+
+
 RULES = (
     images_are_given,
     engine_gets_its_weights,
@@ -141,4 +151,5 @@ RULES = (
     engine_gives_what_is_trained_on,
     async_reward_has_chunks,
     trees_are_whole,
+    own_steps_are_taken,
 )

@@ -195,6 +195,7 @@ class TransitionCanary(Canary):
             init_same_noise=False,
             branch_steps=None,
             branch_factors=None,
+            one_step=None,
             post_solver="euler",
             post_step_ratio=1.0,
             keep_latents="transitions",

@@ -76,10 +76,12 @@ class DiffusionPipeline(Protocol):
         *,
         noise_keys: Sequence[str],
         start_keys: Sequence[str] | None = None,
+        own_steps: Sequence[int] | None = None,
     ) -> LatentSegment:
         """Sample B trajectories from `initial_latents` [B, ...]. `noise_keys` [B] seed the per-step noise.
 
         start_keys: equal ids mark samples with equal initial latents and conditions, whose common steps may be shared.
+        own_steps: B of the stochastic steps, the only one of each sample; None where samples have all of them.
         """
         ...
 
@@ -104,6 +106,10 @@ class DiffusionPipeline(Protocol):
 
     def step_std(self, segment: LatentSegment) -> Tensor:
         """[S] float32 on the CPU: standard deviation of the noise of each stochastic step of a sampled segment."""
+        ...
+
+    def step_gain(self, segment: LatentSegment) -> Tensor:
+        """[S] float32 on the CPU: derivative of the mean by the velocity at each stochastic step of a segment."""
         ...
 
     def velocity(

@@ -11,6 +11,7 @@ import torch
 from unirl.rollout.checks import (
     diffusion_params,
     noise_recipe,
+    own_steps,
     pinned_sigmas,
     same_kernel,
     starting_latents,
@@ -44,6 +45,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     """
 
     shares_steps: ClassVar[bool] = True
+    takes_own_steps: ClassVar[bool] = True
     takes_sizes: ClassVar[bool] = True
 
     def __init__(
@@ -93,6 +95,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
             params,
             noise_keys=step_noise_keys(req),
             start_keys=req.init_noise_group_ids if params.init_same_noise else None,
+            own_steps=own_steps(req, params),
         )
         segment = segment.replace(params=params)
         verify_segment(segment, sigmas, params)
