@@ -127,11 +127,11 @@ def memory(repeats: int) -> None:
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
 
     def at_once(hidden: Tensor, tokens: Tensor) -> None:
-        logp, entropy = softmax_scores(hidden @ weight.T, tokens, 1.0)
+        logp, entropy, _ = softmax_scores(hidden @ weight.T, tokens, 1.0)
         (logp - 0.01 * entropy).sum().backward()
 
     def in_chunks(hidden: Tensor, tokens: Tensor) -> None:
-        logp, entropy = chunked_scores(
+        logp, entropy, _ = chunked_scores(
             lambda x: x @ weight.T, hidden, tokens, 1.0, tokens_per_chunk=CHUNK_LOGITS // VOCABULARY
         )
         (logp - 0.01 * entropy).sum().backward()

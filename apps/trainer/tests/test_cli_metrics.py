@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = (
-    "reward|group|advantage|policy|mismatch|response|nft|awm|crd|dgpo|dpo|guard|dppo|drpo|cppo|sapo|vespo|dro|ppo|train|eval"
+    "reward|group|advantage|policy|mismatch|response|nft|awm|crd|dgpo|dpo|guard|dppo|drpo|cppo|sapo|vespo|otb|dro|ppo|train|eval"
     "|parity|timing_s|perf"
 )
 

@@ -44,15 +44,18 @@ def test_scores_are_those_of_the_softmax_at_the_temperature():
     logits, chosen, temperature = values(TOKENS, WORDS) * 3, tokens(), 0.7
     scaled = logits.double() / temperature
     probability = scaled.exp() / scaled.exp().sum(-1, keepdim=True)
-    logp, entropy = softmax_scores(logits, chosen, temperature)
-    assert logp.dtype == entropy.dtype == torch.float32
+    logp, entropy, collision = softmax_scores(logits, chosen, temperature)
+    assert logp.dtype == entropy.dtype == collision.dtype == torch.float32
     torch.testing.assert_close(logp.double(), probability.log()[range(TOKENS), chosen], rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy.double(), -(probability * probability.log()).sum(-1), rtol=0, atol=2e-6)
+    torch.testing.assert_close(collision.double(), probability.square().sum(-1), rtol=0, atol=1e-6)
 
 
 def test_entropy_of_four_equal_words_is_log_four_also_where_others_are_impossible():
     logits = torch.tensor([[2.0, 2.0, 2.0, 2.0, -torch.inf]], requires_grad=True)
-    logp, entropy = softmax_scores(logits, torch.tensor([1]), 2.0)
+    logp, entropy, collision = softmax_scores(logits, torch.tensor([1]), 2.0)
+    torch.testing.assert_close(collision, torch.tensor([0.25]))
+    assert not collision.requires_grad
     torch.testing.assert_close(entropy, torch.tensor([4.0]).log())
     torch.testing.assert_close(logp, -torch.tensor([4.0]).log())
     (gradient,) = torch.autograd.grad(entropy.sum() + logp.sum(), logits)
@@ -64,9 +67,9 @@ def test_chunks_change_neither_scores_nor_gradients(size):
     hidden, layer = values(TOKENS, WIDTH).requires_grad_(), projection(bias=True)
     weights = values(2, TOKENS, seed=2)
 
-    def gradients(logp, entropy):
+    def gradients(logp, entropy, collision):
         total = (weights[0] * logp + weights[1] * entropy).sum()
-        return logp, entropy, *torch.autograd.grad(total, [hidden, *layer.parameters()])
+        return logp, entropy, collision, *torch.autograd.grad(total, [hidden, *layer.parameters()])
 
     whole = gradients(*softmax_scores(layer(hidden), tokens(), 1.3))
     parts = gradients(*chunked_scores(layer, hidden, tokens(), 1.3, tokens_per_chunk=size))
@@ -81,7 +84,7 @@ def test_no_tensor_exceeds_the_chunk_whatever_the_batch(num_tokens):
     hidden = values(1, num_tokens, width).requires_grad_()
     places = torch.arange(num_tokens)
     with LargestTensor() as watch, head.scoring(places, places, 1.0):
-        logp, entropy, _ = head(hidden)
+        logp, entropy, _, _ = head(hidden)
         (logp.sum() + entropy.sum()).backward()
     assert hidden.grad is not None
     # The weight's gradient is as large as the weight; nothing else may exceed a chunk.
@@ -93,10 +96,10 @@ def test_a_head_scores_the_tokens_behind_the_places_it_is_asked_for():
     head, hidden = ScoringHead(layer), values(2, 4, WIDTH)
     places, chosen = torch.tensor([6, 1, 3]), torch.tensor([4, 0, 49])
     with head.scoring(places, chosen, 2.0):
-        logp, entropy, states = head(hidden)
+        *scores, states = head(hidden)
     assert torch.equal(states, torch.stack([hidden[1, 2], hidden[0, 1], hidden[0, 3]]))
     expected = softmax_scores(layer(states), chosen, 2.0)
-    torch.testing.assert_close((logp, entropy), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tuple(scores), expected, rtol=0, atol=1e-6)
 
 
 def test_a_head_is_the_projection_it_replaces():

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -272,3 +273,44 @@ def test_maxrl_of_one_success_among_four_and_of_none():
         AdvantageConfig(preset="maxrl")(torch.tensor([1.0, -1.0]), ["a"] * 2)
     with pytest.raises(ConfigError, match="divides by the mean of groups. Set center: group, not batch"):
         AdvantageConfig(preset="maxrl", center="batch", eps=1e-6)(torch.tensor([1.0, 0.0]), ["a"] * 2)
+
+
+# Trimmed statistics -----------------------------------------------------------------------------------------------
+
+
+def test_trimmed_mean_and_deviation_of_a_group_worked_by_hand():
+    """Without 0 and 100 the group 0 2 4 100 has mean 3 and population deviation 1."""
+    found = AdvantageConfig(preset="flow_grpo", eps=0.0, trim=1)(torch.tensor([2.0, 100, 0, 4]), ["g"] * 4)
+    assert found.tolist() == [-1.0, 97.0, -3.0, 1.0]
+
+
+@given(st.integers(0, 2), st.sampled_from([0, 1]), st.integers(0, 1000))
+def test_trimmed_statistics_equal_those_of_loops(trim, ddof, seed):
+    draw = np.random.default_rng(seed)
+    names, values = [], []
+    for group in range(3):
+        size = int(draw.integers(6, 9))
+        names += [f"g{group}"] * size
+        values += list(draw.normal(size=size).astype(np.float32))
+    order = draw.permutation(len(names))
+    names, rewards = [names[i] for i in order], np.array(values)[order]
+    found = AdvantageConfig(preset="flow_grpo", ddof=ddof, trim=trim)(torch.tensor(rewards), names)
+    for name in set(names):
+        rows = [i for i, own in enumerate(names) if own == name]
+        kept = np.sort(rewards[rows].astype(np.float64))[trim : len(rows) - trim]
+        expected = (rewards[rows] - kept.mean()) / (kept.std(ddof=ddof) + 1e-4)
+        np.testing.assert_allclose(found[rows].numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_that_stands_out_of_equals_is_not_divided_by_nothing():
+    """Without the extremes of 0 0 0 1 nothing is left to divide by: the deviation of all four is sqrt(3) / 4."""
+    found = AdvantageConfig(preset="flow_grpo", eps=0.0, trim=1)(torch.tensor([0.0, 0, 0, 1]), ["g"] * 4)
+    assert found.tolist() == pytest.approx([0, 0, 0, 4 / 3**0.5])
+
+
+def test_a_trim_that_leaves_nothing_or_has_no_group_is_refused():
+    with pytest.raises(ConfigError, match="advantages.trim = 2 leaves nothing of a group of 4 samples"):
+        AdvantageConfig(trim=2)(torch.arange(4.0), ["g"] * 4)
+    for preset in ("batch_whitened", "maxrl", "rloo", "reinforce_pp"):
+        with pytest.raises(ConfigError, match="leaves extremes out of a group's mean and deviation"):
+            AdvantageConfig(trim=1, preset=preset)

@@ -97,6 +97,7 @@ class Stats:
 
     logp_N: Tensor
     entropy_N: Tensor
+    collision_N: Tensor
     hidden_N: Tensor
 
 
@@ -176,7 +177,7 @@ class LMPipeline:
         )
         scaled = (logits / params.temperature).log_softmax(1)
         logp = scaled.gather(1, segment.tokens[:, None]).squeeze(1)
-        return Stats(logp, -(scaled.exp() * scaled).sum(1), hidden)
+        return Stats(logp, -(scaled.exp() * scaled).sum(1), scaled.detach().exp().square().sum(1), hidden)
 
     @contextmanager
     def evaluating(self) -> Generator[None]:

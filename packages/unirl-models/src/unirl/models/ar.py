@@ -31,6 +31,8 @@ class ReplayedTokens:
     """[N] float32, nats."""
     entropy_N: Tensor
     """[N] float32, nats."""
+    collision_N: Tensor
+    """[N] float32, without gradients: the chance that two draws of the token agree."""
     hidden_N: Tensor
     """[N, D], of the position before each token."""
 

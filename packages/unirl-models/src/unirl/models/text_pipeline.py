@@ -215,8 +215,8 @@ class AutoregressivePipeline:
         with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
             with self.around(inputs, ordered):
                 out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
-        logp_N, entropy_N, hidden_N = out.logits
-        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, hidden_N=hidden_N)
+        logp_N, entropy_N, collision_N, hidden_N = out.logits
+        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, collision_N=collision_N, hidden_N=hidden_N)
 
     def around(self, inputs: Inputs, conditions: Conditions) -> AbstractContextManager[None]:
         """What the forward of a replay is entered with. conditions: in the order of the model's inputs."""

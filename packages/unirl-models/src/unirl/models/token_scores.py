@@ -21,15 +21,17 @@ CHUNK_LOGITS = 2**25
 """Logits held at once by default: 128 MiB in float32, 220 tokens of a vocabulary of 151,936."""
 
 
-def softmax_scores(logits: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-prob of each token, entropy), [N] float32 each, nats, of softmax(logits / temperature).
+def softmax_scores(logits: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of each token, entropy, sum of squared probabilities), [N] float32 each, of softmax(logits /
+    temperature); nats. The last has no gradient.
 
     logits: [N, V]. The softmax is taken in float32 whatever their dtype.
     """
     logp = functional.log_softmax(logits.float() / temperature, dim=-1)
     # A word of no probability has logp = -inf where the logits say so, and adds nothing: p log p -> 0.
     entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(dim=-1)
-    return logp.gather(-1, tokens_N[:, None]).squeeze(-1), entropy
+    collision = logp.detach().mul(2).exp().sum(dim=-1)
+    return logp.gather(-1, tokens_N[:, None]).squeeze(-1), entropy, collision
 
 
 def chunked_scores(
@@ -39,13 +41,13 @@ def chunked_scores(
     temperature: float,
     *,
     tokens_per_chunk: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_scores` of project(hidden_ND), `tokens_per_chunk` tokens at a time.
 
     project: [n, D] -> logits [n, V], any function of its input and of parameters. Gradients flow to both.
     """
 
-    def score(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def score(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return softmax_scores(project(hidden), tokens, temperature)
 
     chunks = zip(hidden_ND.split(tokens_per_chunk), tokens_N.split(tokens_per_chunk), strict=True)
@@ -54,7 +56,8 @@ def chunked_scores(
         scores = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
     else:
         scores = [score(*chunk) for chunk in chunks]
-    return torch.cat([logp for logp, _ in scores]), torch.cat([entropy for _, entropy in scores])
+    logp_N, entropy_N, collision_N = (torch.cat(parts) for parts in zip(*scores, strict=True))
+    return logp_N, entropy_N, collision_N
 
 
 @bounded("bundle")
@@ -76,7 +79,8 @@ class ScoringHead(nn.Linear):
 
     @contextmanager
     def scoring(self, places_N: Tensor, tokens_N: Tensor, temperature: float) -> Generator[None]:
-        """Inside, a forward returns (log-probs [N], entropies [N], hidden states [N, D]) in place of logits.
+        """Inside, a forward returns (log-probs, entropies, sums of squared probabilities: [N] each, hidden states
+        [N, D]) in place of logits.
 
         tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row.
         """
@@ -86,13 +90,13 @@ class ScoringHead(nn.Linear):
         finally:
             self._asked = None
 
-    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # ty: ignore[incompatible-method-override]
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:  # ty: ignore[incompatible-method-override]
         """Logits [..., V] of hidden states [..., D], or scores inside `scoring`."""
         if self._asked is None:
             return super().forward(hidden)
         places_N, tokens_N, temperature = self._asked
         hidden_ND = hidden.flatten(end_dim=-2).index_select(0, places_N)
-        logp_N, entropy_N = chunked_scores(
+        scores = chunked_scores(
             super().forward, hidden_ND, tokens_N, temperature, tokens_per_chunk=self._tokens_per_chunk
         )
-        return logp_N, entropy_N, hidden_ND
+        return *scores, hidden_ND

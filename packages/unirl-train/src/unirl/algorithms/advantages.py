@@ -48,6 +48,39 @@ def group_std(values_B: Tensor, index_B: Tensor, ddof: int) -> Tensor:
     return (squares / (counts - ddof).clamp(min=1)).sqrt()[index_B]
 
 
+def trimmed(values_B: Tensor, index_B: Tensor, trim: int) -> tuple[Tensor, Tensor]:
+    """Values and group numbers of the samples that are left without the `trim` lowest and highest of each group.
+
+    Raises ConfigError for a group of which nothing would be left.
+    """
+    order = values_B.argsort(stable=True)
+    order = order[index_B[order].argsort(stable=True)]  # group by group, ascending inside
+    sizes = torch.bincount(index_B)
+    if int(sizes.min()) <= 2 * trim:
+        raise ConfigError(
+            f"advantages.trim = {trim} leaves nothing of a group of {int(sizes.min())} samples: it takes that many "
+            "lowest and highest away. Lower it, or raise sampling.samples_per_prompt."
+        )
+    starts = sizes.cumsum(0) - sizes
+    rank = torch.arange(len(order)) - starts[index_B[order]]
+    kept = order[(rank >= trim) & (rank < sizes[index_B[order]] - trim)]
+    return values_B[kept], index_B[kept]
+
+
+def trimmed_statistics(values_B: Tensor, index_B: Tensor, trim: int, ddof: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each sample's group without its extremes, [B] each, see `trimmed`.
+
+    A group that has no spread without them has the deviation of all its samples, so that one that stands out alone is
+    not divided by 0.
+    """
+    values, index = trimmed(values_B, index_B, trim)
+    num_groups = int(index_B.max()) + 1
+    mean_G, std_G = values_B.new_zeros(num_groups), values_B.new_zeros(num_groups)
+    mean_G[index], std_G[index] = group_mean(values, index), group_std(values, index, ddof)
+    std_B = std_G[index_B]
+    return mean_G[index_B], torch.where(std_B > 0, std_B, group_std(values_B, index_B, ddof))
+
+
 def finite_rewards(rewards_B: Tensor, num_samples: int) -> Tensor:
     """The rewards in float64 on the CPU. Raises ContractError for non-finite ones or another number of samples."""
     if rewards_B.shape != (num_samples,):
@@ -88,6 +121,17 @@ def check_eps(eps: float, center: str, scale: str) -> None:
         )
 
 
+def check_trim(trim: int, center: str, scale: str, *, is_plain: bool) -> None:
+    """Raises ConfigError for a `trim` that has no group's mean to change."""
+    if trim < 0:
+        raise ConfigError(f"advantages.trim = {trim} must be at least 0")
+    if trim and (center != "group" or scale == "mean" or not is_plain):
+        raise ConfigError(
+            f"advantages.trim = {trim} leaves extremes out of a group's mean and deviation, over samples. Set center: "
+            "group, scale: group, batch, residual or none, leave_one_out: false and statistics: samples; or trim: 0."
+        )
+
+
 def normalized_advantages(
     rewards_B: Tensor,
     group_ids: Sequence[str],
@@ -101,6 +145,7 @@ def normalized_advantages(
     clip: float | None = None,
     statistics: Statistics = "samples",
     num_tokens_B: Tensor | None = None,
+    trim: int = 0,
 ) -> Tensor:
     """(reward - centre) / (std + eps), float32 [B], computed in float64.
 
@@ -113,11 +158,13 @@ def normalized_advantages(
     clip: half-width of the range kept, in standard deviations.
     statistics: what mean and deviation over the batch count. "tokens" repeats each sample's value at every one of its
         `num_tokens_B` trained tokens, so that the advantages of all tokens sum to 0; a group's mean counts samples.
+    trim: mean, and deviation where it is the group's, leave this many lowest and highest samples of each group out.
     A group (center = batch: a batch) whose rewards are all equal gets exactly 0, whatever eps is. Raises ContractError
     for non-finite rewards or wrong sizes, ConfigError for an eps of 0 where that rule does not save the division.
     Over tokens that holds for a batch without any spread alone.
     """
     check_eps(eps, center, scale)
+    check_trim(trim, center, scale, is_plain=statistics == "samples" and not leave_one_out)
     rewards = finite_rewards(rewards_B, len(group_ids))
     index = group_index(group_ids)
     if statistics == "tokens":
@@ -130,14 +177,21 @@ def normalized_advantages(
         return (advantages if clip is None else advantages.clamp(-clip, clip)).to(torch.float32)
     whole = torch.zeros_like(index)
     scopes = {"group": index, "batch": whole}
-    advantages = rewards - group_mean(rewards, scopes[center]) if center != "none" else rewards
+    own_mean, own_std = trimmed_statistics(rewards, index, trim, ddof) if trim else (None, None)
+    if own_mean is not None:
+        advantages = rewards - own_mean
+    else:
+        advantages = rewards - group_mean(rewards, scopes[center]) if center != "none" else rewards
     if leave_one_out and center != "none":
         size = torch.bincount(scopes[center])[scopes[center]].to(torch.float64)
         advantages = advantages * size / (size - 1).clamp(min=1)
     if scale == "mean":
         advantages = advantages / (_mean_of_positive(rewards, index, center) + eps)
     elif scale != "none":
-        std = group_std(advantages, whole, ddof) if scale == "residual" else group_std(rewards, scopes[scale], ddof)
+        if scale == "group" and own_std is not None:
+            std = own_std
+        else:
+            std = group_std(advantages, whole, ddof) if scale == "residual" else group_std(rewards, scopes[scale], ddof)
         advantages = advantages / ((std.square() + eps).sqrt() if eps_inside_sqrt else std + eps)
     if center != "none":
         advantages = torch.where(is_constant(rewards, scopes[center]), torch.zeros_like(advantages), advantages)
@@ -282,6 +336,8 @@ class AdvantageConfig:
     leave_one_out: bool | None = None
     statistics: Statistics | None = None
     clip: PositiveOrInf | None = None
+    trim: Annotated[int, Bounds(ge=0)] = 0
+    """So many lowest and highest samples of each group have no say in its mean and deviation."""
     multi_reward: MultiReward = "weighted_sum"
     """weighted_sum normalises the total. normalize_then_sum normalises each component and adds up w_k z_k (MixGRPO's
     advantage_aggr). gdpo centres and scales that sum over the whole batch once more, with the same ddof and eps, so
@@ -295,6 +351,12 @@ class AdvantageConfig:
             raise ConfigError(f"advantages.preset = {self.preset!r} must be one of {', '.join(PRESETS)}")
         options = {"leave_one_out": False, **self.options()}
         check_eps(options["eps"], options["center"], options["scale"])  # ty: ignore[invalid-argument-type]
+        check_trim(
+            self.trim,
+            str(options["center"]),
+            str(options["scale"]),
+            is_plain=not options["leave_one_out"] and not self.counts_tokens,
+        )
         if self.counts_tokens and {**options, **_OVER_TOKENS[options["center"]]} != options:
             raise ConfigError(
                 f"advantages.statistics = tokens is the whitening of REINFORCE++ and takes {_OVER_TOKENS}, by center; "
@@ -343,7 +405,7 @@ class AdvantageConfig:
         num_tokens_B: Tensor | None = None,
     ) -> Tensor:
         """Advantages float32 [B] of one whole batch, at `progress` in [0, 1] of the run."""
-        options = {**self.options(), "num_tokens_B": num_tokens_B}
+        options = {**self.options(), "num_tokens_B": num_tokens_B, "trim": self.trim}
         if self.multi_reward == "weighted_sum":
             return normalized_advantages(rewards_B, group_ids, clip=self.clip, **options)  # ty: ignore[invalid-argument-type]
         if not component_rewards:
@@ -363,7 +425,7 @@ class AdvantageConfig:
             is_silent &= own == 0
             total = total + weights.get(name, 1.0) * own
         if self.multi_reward == "gdpo":
-            whole = {**options, "center": "batch", "scale": "batch", "leave_one_out": False}
+            whole = {**options, "center": "batch", "scale": "batch", "leave_one_out": False, "trim": 0}
             # A sample that no component tells apart from its group teaches nothing, also where the mean is a rounding.
             again = normalized_advantages(total, group_ids, **whole)  # ty: ignore[invalid-argument-type]
             total = torch.where(is_silent, 0.0, again)

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from unirl.algorithms.gae import padded
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio, same_shape
 from unirl.types.devices import wide_float, widened
 from unirl.types.errors import ConfigError, ContractError
@@ -82,6 +83,30 @@ def aggregation_weights(lengths_B: Tensor, *, mode: LossAggregation, horizon: in
         return torch.full((num_tokens,), 1 / horizon, dtype=wide_float(device), device=device), num_sequences
     require_choice("loss_agg_mode", mode, LossAggregation)
     return (1 / widened(lengths_B.clamp(min=1))).repeat_interleave(lengths_B), num_sequences
+
+
+def optimal_token_advantages(value_B: Tensor, energy_M: Tensor, lengths_B: Tensor, *, samples_per_group: int) -> Tensor:
+    """G_i - sum_i G_i W_it / sum_i W_it of every token, float64 [M]: the baseline of least variance at its position.
+
+    value_B: G, the reward of each sequence, or any advantage that differs from it by a constant of the group.
+    energy_M: squared length of the score of each token's logits, 1 - 2 p + sum over words of p^2, float32.
+    W_it: its sum over the tokens up to t, the t-th trained token of the sequence; 0 after the last. The sums are over
+    the `samples_per_group` consecutive sequences of a prompt. A token where all others have ended has advantage 0.
+    Raises ContractError if sequences are not whole groups. Source: arXiv 2602.07078; verl's `optimal_token_baseline`.
+    """
+    if lengths_B.numel() % samples_per_group or value_B.numel() != lengths_B.numel():
+        raise ContractError(
+            f"{lengths_B.numel()} sequences with {value_B.numel()} values are not groups of {samples_per_group}"
+        )
+    energy_BT = widened(padded(energy_M.detach(), lengths_B))
+    is_real_BT = torch.arange(energy_BT.shape[1], device=energy_BT.device) < lengths_B.to(energy_BT.device)[:, None]
+    total_UGT = torch.where(is_real_BT, energy_BT.cumsum(1), 0.0).unflatten(0, (-1, samples_per_group))
+    value_BT = widened(value_B.detach()).to(energy_BT.device)[:, None].expand_as(energy_BT)
+    value_UGT = value_BT.unflatten(0, (-1, samples_per_group))
+    # Where no token could have been another one, every score is 0, and so is what an advantage does.
+    weight_UT = total_UGT.sum(1).clamp(min=torch.finfo(total_UGT.dtype).tiny)
+    baseline_UT = (value_UGT * total_UGT).sum(1) / weight_UT
+    return (value_UGT - baseline_UT[:, None]).flatten(0, 1)[is_real_BT]
 
 
 def truncated_ratio_loss(

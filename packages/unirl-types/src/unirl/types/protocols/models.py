@@ -232,6 +232,11 @@ class TokenStats(Protocol):
         ...
 
     @property
+    def collision_N(self) -> Tensor:
+        """[N] float32 in (0, 1]: sum over words of its squared probabilities, without gradients."""
+        ...
+
+    @property
     def hidden_N(self) -> Tensor:
         """[N, D] last hidden states that predicted each token (of the position before it), with gradients.
 
