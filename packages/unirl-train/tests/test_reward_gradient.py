@@ -35,6 +35,8 @@ from unirl.algorithms.alignprop import AlignProp
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
+from unirl.algorithms.flowbp import FlowBPSparse
+from unirl.algorithms.leap_align import LeapAlign
 from unirl.algorithms.refl import ReFL
 from unirl.algorithms.reward_gradient import Denoising, RewardGradient
 from unirl.algorithms.srpo import SRPO, direct_align
@@ -58,6 +60,8 @@ WAYS: dict[str, tuple[type[RewardGradient], dict[str, Any]]] = {
     "drtune_early": (DRTune, {"num_gradient_steps": 2, "early_stop": 3}),
     "refl": (ReFL, {"num_last_steps": 2, **FULL_REFL}),
     "refl_pretrain": (ReFL, {"num_last_steps": 3, "scale": 0.5, "margin": 0.3, "pretrain_coef": 0.2}),
+    "flowbp": (FlowBPSparse, {"num_gradient_steps": 2, "rescale": 0.5}),
+    "leap_align": (LeapAlign, {}),
     "draft": (DRaFT, {"num_last_steps": 2}),
     "draft_lv": (DRaFT, {"num_noisings": 3, "scale": 2.0, "margin": 5.0}),
     "srpo": (SRPO, {}),
@@ -152,6 +156,83 @@ def test_drtune_adds_up_the_velocities_at_frozen_latents():
             dt = (sigmas[step + 1] - sigmas[step]).view(-1, 1, 1, 1)
             x = x + dt * ((theta[0] - START[0]) * at + (theta[1] - START[1]))
         return objective(x)
+
+    torch.testing.assert_close(affine(made.backend.gradients[0]), differences(value), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rescale", [0.0, 0.4])
+def test_flowbp_is_the_gradient_of_its_steps_at_the_sampled_latent(rescale: float):
+    """By finite differences of x_T + f sum over S of dt_n (v - v_old)(x_n), with f of the steps of each sample."""
+    made, resp = made_with(FlowBPSparse, num_gradient_steps=2, rescale=rescale)
+    steps = denoising(made, resp)
+    step_BK = made.algorithm.gradient_steps(steps, keys_of(resp))
+    latents = made.algorithm.clean_latents(steps, keys_of(resp))
+    assert torch.equal(latents.detach(), segment_of(resp).clean_latents)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
+    stored, sigmas = segment_of(resp).latents.double(), segment_of(resp).sigmas.double()
+    share = 1 / (sigmas[step_BK] - sigmas[step_BK + 1]).sum(dim=1)
+    factor = (1 + rescale * (share - 1)).view(-1, 1, 1, 1)
+
+    def value(theta: Tensor) -> Tensor:
+        x = stored[:, -1].clone()
+        for step in step_BK.unbind(dim=1):
+            dt = (sigmas[step + 1] - sigmas[step]).view(-1, 1, 1, 1)
+            at = stored[torch.arange(6), step]
+            x = x + factor * dt * ((theta[0] - START[0]) * at + (theta[1] - START[1]))
+        return objective(x)
+
+    torch.testing.assert_close(affine(made.backend.gradients[0]), differences(value), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [0.0, 2.0])
+def test_flowbp_draws_steps_as_draws_without_repetition_do(bias: float):
+    """Over 4,000 samples; a share of one half has a standard error of .008."""
+    made, resp = made_with(FlowBPSparse, num_gradient_steps=2, late_bias=bias)
+    steps = denoising(made, resp)
+    step_BK = made.algorithm.gradient_steps(steps, [f"key{number}" for number in range(4000)])
+    assert bool((step_BK[:, 0] < step_BK[:, 1]).all())
+    weight = [(step + 1) ** bias for step in range(NUM_STEPS)]
+    for step in range(NUM_STEPS):
+        first = weight[step] / sum(weight)
+        second = sum(
+            weight[other] / sum(weight) * weight[step] / (sum(weight) - weight[other])
+            for other in range(NUM_STEPS)
+            if other != step
+        )
+        assert float((step_BK == step).any(dim=1).double().mean()) == pytest.approx(first + second, abs=0.03)
+
+
+@pytest.mark.parametrize("nested", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("min_distance", [None, 0.05])
+def test_leap_align_is_the_gradient_of_two_leaps_pinned_to_the_sampler(nested: float, min_distance: float | None):
+    """By finite differences of the two leaps, with what has no gradient computed at the old weights."""
+    made, resp = made_with(LeapAlign, nested=nested, min_distance=min_distance)
+    steps = denoising(made, resp)
+    first, second = made.algorithm.gradient_steps(steps, keys_of(resp)).unbind(dim=1)
+    assert bool((first < second).all())
+    latents = made.algorithm.clean_latents(steps, keys_of(resp))
+    assert torch.equal(latents.detach(), segment_of(resp).clean_latents)
+    made.stack.train(with_advantages(resp, torch.zeros(6)), progress=0.0)
+    stored, sigmas = segment_of(resp).latents.double(), segment_of(resp).sigmas.double()
+    rows = torch.arange(6)
+    sigma, following = (sigmas[step].view(-1, 1, 1, 1) for step in (first, second))
+    start, middle, end = stored[rows, first], stored[rows, second], stored[:, -1]
+    old = torch.tensor(START, dtype=torch.float64)
+
+    def leaps(theta: Tensor) -> tuple[Tensor, Tensor]:
+        leapt = start + (following - sigma) * (theta[0] * start + theta[1])
+        moved = leapt - (start + (following - sigma) * (old[0] * start + old[1]))
+        at = middle + nested * moved
+        return leapt, middle + moved - following * (theta[0] * at + theta[1])
+
+    leapt, clean = leaps(old)
+    weight = torch.ones(6).double()
+    if min_distance is not None:
+        far = [(x - y).abs().flatten(1).mean(dim=1).clamp(min=min_distance) for x, y in ((leapt, middle), (clean, end))]
+        weight = 1 / (far[0] + far[1])
+
+    def value(theta: Tensor) -> Tensor:
+        return objective(end + weight.view(-1, 1, 1, 1) * (leaps(theta)[1] - clean))
 
     torch.testing.assert_close(affine(made.backend.gradients[0]), differences(value), rtol=1e-4, atol=1e-6)
 
