@@ -452,6 +452,11 @@ def test_the_end_screen_says_what_a_resume_has_changed():
     assert "reward.weights.mine: 1.0 -> 0.5" in bare
 
 
+def test_eval_of_a_recipe_has_no_checkpoint_to_choose(here, capsys):
+    assert main(["eval", "worlds/shapes/nft", "--checkpoint", "4"]) == 2
+    assert "--checkpoint is of a run; a recipe has none. Give the folder of a run." in capsys.readouterr().err
+
+
 def test_eval_scores_the_recipe_or_a_run(here, monkeypatch, capsys, fake_run):
     calls = []
 

@@ -1272,3 +1272,25 @@ def test_a_file_of_your_own_composes_from_packaged_recipes(tmp_path):
     assert (recipe["recipe"], recipe["seed"], recipe["algorithm"]["kl_coef"]) == ("mine", 7, 0.5)
     with pytest.raises(ConfigError, match="no such recipe file"):
         compose(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "reward.scorers.shape=null",
+            "reward.scorers.shape=null removes nothing: there is shapes. Did you mean shapes?",
+        ),
+        ("trackers.wandbb=null", "trackers.wandbb=null removes nothing: there is console, jsonl, "),
+    ],
+)
+def test_null_for_an_entry_that_is_not_there_is_refused(override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose("worlds/shapes/nft", [override])
+
+
+@pytest.mark.parametrize(
+    "override", ["eval=null", "trackers.wandb=null", "eval.interval_cpu_s=null", "backend.lora=null"]
+)
+def test_null_for_a_key_that_may_be_absent_is_taken(override: str):
+    check_recipe(compose("worlds/shapes/nft", [override]))

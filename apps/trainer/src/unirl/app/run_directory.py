@@ -27,6 +27,8 @@ OF_A_RUN = (
 )
 """What a run writes; a user's files next to it stay where they are."""
 
+NO_CHECKPOINT = "--checkpoint is of a run; a recipe has none. Give the folder of a run."
+
 logger = logging.getLogger(__name__)
 
 Recipe = Mapping[str, Any]  # Any: a recipe's values
@@ -111,6 +113,12 @@ def choose_run_dir(recipe: Recipe, now: datetime.datetime) -> tuple[Path, bool]:
 def has_checkpoint(folder: Path) -> bool:
     """True if a finished checkpoint lies there; what a killed run was still writing (`.tmp-`) is none."""
     return any(".tmp-" not in path.name for path in (folder / CHECKPOINTS).glob("step-*"))
+
+
+def require_checkpoint(run_dir: Path) -> None:
+    """Raise ConfigError for a run that has saved none."""
+    if not has_checkpoint(run_dir):
+        raise ConfigError(f"{run_dir} holds no checkpoint. Give the folder of a run that has saved one.")
 
 
 def holds_run(folder: Path) -> bool:

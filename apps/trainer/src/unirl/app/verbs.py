@@ -18,7 +18,14 @@ from unirl.app.environment import logging_to, this_machine
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.memory import phases, table
 from unirl.app.recipe import checked, code_of_others, composed, settled, trusts
-from unirl.app.run_directory import CONFIG_FILE, LOG_FILE, claimed_run_dir, has_checkpoint, make_folder
+from unirl.app.run_directory import (
+    CONFIG_FILE,
+    LOG_FILE,
+    NO_CHECKPOINT,
+    claimed_run_dir,
+    make_folder,
+    require_checkpoint,
+)
 from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import build_values, check_recipe, machine_findings, unread_rules
@@ -131,8 +138,10 @@ def evaluate(command: Command) -> None:
     from unirl.trainer.commands import evaluate_recipe
 
     run_dir = run.file.run_dir
+    if run_dir is None and "checkpoint" in command.options:
+        raise ConfigError(NO_CHECKPOINT)
     if run_dir is not None:
-        _require_checkpoint(Path(run_dir))
+        require_checkpoint(Path(run_dir))
         result = evaluate_recipe(run, Path(run_dir), checkpoint=_checkpoint(command))
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +209,7 @@ def export(command: Command) -> None:
     run_dir = run.file.run_dir
     if run_dir is None:
         raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
-    _require_checkpoint(Path(run_dir))
+    require_checkpoint(Path(run_dir))
     is_merged = "merged" in command.options
     policy = str(command.options.get("policy", "default"))
     name, _ = named_copy(run, policy)
@@ -304,8 +313,3 @@ def _make_output_folder(command: Command) -> None:
 
 def _checkpoint(command: Command) -> str:
     return str(command.options.get("checkpoint", "newest"))
-
-
-def _require_checkpoint(run_dir: Path) -> None:
-    if not has_checkpoint(run_dir):
-        raise ConfigError(f"{run_dir} holds no checkpoint. Give the folder of a run that has saved one.")

@@ -16,7 +16,13 @@ from rich.markdown import Markdown
 
 from unirl.app.command_line import Command
 from unirl.app.recipe import checked, composed, trusts
-from unirl.app.run_directory import CHECKPOINTS, CONFIG_FILE, has_checkpoint, make_folder
+from unirl.app.run_directory import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    NO_CHECKPOINT,
+    make_folder,
+    require_checkpoint,
+)
 from unirl.config.runs import ComposedRun
 from unirl.suites.catalog import chosen_suite
 from unirl.suites.generating import SETTINGS, generate, plan_samples, write_whole
@@ -133,11 +139,10 @@ def model_of(command: Command, run: ComposedRun) -> Model:
     given = run.file.run_dir
     if given is None:
         if "checkpoint" in command.options:
-            raise ConfigError("--checkpoint is of a run; a recipe has none. Give the folder of a run.")
+            raise ConfigError(NO_CHECKPOINT)
         return Model(run, Path("."), None, {**described, "step": None})
     run_dir = Path(given)
-    if not has_checkpoint(run_dir):
-        raise ConfigError(f"{run_dir} holds no checkpoint. Give the folder of a run that has saved one.")
+    require_checkpoint(run_dir)
     step = meant_step(run_dir / CHECKPOINTS, str(command.options.get("checkpoint", "newest")))
     manifest = run_dir / CHECKPOINTS / f"step-{step:06d}" / "manifest.json"
     saved = hashlib.blake2b(manifest.read_bytes(), digest_size=8).hexdigest()

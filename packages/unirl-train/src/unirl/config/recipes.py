@@ -42,7 +42,7 @@ Plugins.instance()
 SourcesRegistry.instance().register(FormerNames)
 
 
-NULL_ENTRIES = ("algorithms",)
+NULL_ENTRIES = frozenset({"algorithms"})
 """Mappings from names to components in which null has a meaning: here, that a track is not trained."""
 
 
@@ -307,10 +307,21 @@ def _ready(override: Override, base: DictConfig) -> str:
             if is_last:
                 return line
             continue
+        if isinstance(node, DictConfig) and override.value() is None and NULL_ENTRIES.isdisjoint(parts[:place]):
+            _require_entry(node, parts[place:], line)
         if isinstance(node, DictConfig) or node is None:
             return f"++{line}"
         return line
     return line
+
+
+def _require_entry(node: DictConfig, absent: Sequence[str], line: str) -> None:
+    """Raise ConfigError if null would remove an entry that a mapping from names to components does not have."""
+    names = [
+        str(name) for name, item in node.items_ex(resolve=False) if isinstance(item, DictConfig) and TARGET in item
+    ]
+    if len(absent) == 1 and names and len(names) == len(node):
+        raise ConfigError(f"{line} removes nothing: there is {', '.join(names)}. {did_you_mean(absent[0], names)}")
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
