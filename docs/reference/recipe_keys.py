@@ -24,6 +24,7 @@ SECTIONS = {
     "Placement": "`placement`",
     "Cluster": "`cluster`",
     "Schedule": "`schedule`",
+    "ExperienceReplay": "`schedule.experience`",
     "Residency": "`residency`",
     "Save": "`save`",
     "Samples": "`samples`",

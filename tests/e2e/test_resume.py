@@ -9,7 +9,10 @@ from unirl.types.storage import load_rollout
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "is_async"), [("worlds/shapes/nft", False), ("worlds/shapes/flowgrpo", True)])
+@pytest.mark.parametrize(
+    ("name", "is_async"),
+    [("worlds/shapes/nft", False), ("worlds/shapes/flowgrpo", True), ("worlds/shapes/nft_replay", True)],
+)
 def test_two_plus_two_rollouts_equal_four(name, is_async, recipe, tmp_path):
     small = recipe(name, "num_rollouts=4", f"save.is_async={str(is_async).lower()}")
     whole_dir, parts_dir = tmp_path / "whole", tmp_path / "parts"

@@ -489,7 +489,7 @@ def steps_of(
                 stop=threading.Event(),
                 sync=sync,
                 collects_ahead=True,
-                max_staleness=MAX_STALENESS,
+                takes_older=True,
                 loop=functools.partial(
                     AsyncTrainer,
                     max_staleness=MAX_STALENESS,

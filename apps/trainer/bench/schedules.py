@@ -145,7 +145,7 @@ def share(schedule: dict[str, int] | None, seconds: tuple[float, ...], given: ar
                 config={},
                 stop=threading.Event(),
                 collects_ahead=schedule is not None,
-                max_staleness=0 if schedule is None else schedule["max_staleness"],
+                takes_older=schedule is not None and schedule["max_staleness"] > 0,
                 loop=Trainer if schedule is None else functools.partial(AsyncTrainer, **schedule),
             )
             begun = time.monotonic()

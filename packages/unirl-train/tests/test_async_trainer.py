@@ -211,7 +211,7 @@ class Made:
             sync=self.runtime.role("sync", SyncRole),
             loop=loop,
             collects_ahead=max_staleness is not None,
-            max_staleness=max_staleness or 0,
+            takes_older=bool(max_staleness),
         )
 
     def sampling_parts(self, model: Any, backend: FSDPBackend) -> dict[str, Any]:

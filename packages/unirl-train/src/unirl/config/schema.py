@@ -228,7 +228,7 @@ class Placement:
     """Devices of the reward models; None: with the engine."""
 
 
-_TRAINER = frozenset({"settings", "collector", "learner", "record", "clock", "stop"})
+_TRAINER = frozenset({"settings", "collector", "learner", "record", "clock", "stop", "experience"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +243,23 @@ class Residency:
     """Optimizer state and copies of the policy move to host memory while samples are generated and scored."""
     offload_reward: bool = False
     """Reward models move to host memory while nothing is scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceReplay:
+    """Groups of earlier rollouts that are trained on again, see docs/guides/async.md."""
+
+    capacity: PositiveInt
+    """Groups that are kept, the newest."""
+    groups_per_rollout: PositiveInt
+    """Kept groups that train with each rollout, behind its own."""
+    order: Literal["uniform", "recent", "advantage"] = "uniform"
+    """Which: all alike, the newest, or with probability in proportion to the mean |advantage|."""
+    max_staleness: PositiveInt | None = None
+    """Rollouts by which the weights that train may be newer than those that made a group; None: any number."""
+    best_of: PositiveInt | None = None
+    """Samples kept of each group, those of the highest advantages, and none of a group whose rewards are all equal;
+    None: whole groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +284,8 @@ class Schedule:
     retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""
+    experience: ExperienceReplay | None = None
+    """Groups of earlier rollouts that are trained on again; None: none."""
 
     def window_of(self, batch_size: int) -> int:
         """W in requests."""
@@ -274,8 +293,13 @@ class Schedule:
 
     @property
     def staleness(self) -> int:
-        """Versions by which samples may be old."""
+        """Versions by which fresh samples may be old."""
         return 0 if self.kind == "sync" else 1 if self.max_staleness is None else self.max_staleness
+
+    @property
+    def takes_older(self) -> bool:
+        """True if samples may be of older weights than those that train."""
+        return self.staleness > 0 or self.experience is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,6 +416,7 @@ RUN_RULES = (
     "unirl.trainer.residency_rules",
     "unirl.trainer.guardrail_rules",
     "unirl.trainer.loops.rules",
+    "unirl.trainer.experience_rules",
 )
 """Modules with rules of the whole run, which take only the run; see `unirl.types.recipe`."""
 

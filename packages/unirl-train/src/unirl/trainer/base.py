@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from unirl.train.checkpoint.saved import DRIVER_STATE
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.collector import Collector, ScoredRollout, Show
+from unirl.trainer.experience import Experience
 from unirl.trainer.learner import Learner
 from unirl.trainer.record import RunRecord
 from unirl.trainer.resuming import Changes, changed_settings, check_same_algorithm, refuse_changes
@@ -39,6 +40,7 @@ class Trainer:
         record: RunRecord,
         clock: PhaseClock,
         stop: threading.Event,
+        experience: Experience | None = None,
     ) -> None:
         self._settings = settings
         self.collector = collector
@@ -46,6 +48,7 @@ class Trainer:
         self._record = record
         self._clock = clock
         self._stop = stop
+        self._experience = experience
         self._done = 0
 
     def run(self, resume: str | None = None) -> dict[str, Any]:
@@ -97,11 +100,18 @@ class Trainer:
         done = rollout_id + 1
         return functools.partial(self._record.show_rollout, done=done) if self._record.shows(done) else None
 
-    def _learned(self, rollout: ScoredRollout, requests: Sequence[int] | None = None) -> dict[str, float]:
+    def _learned(
+        self, rollout: ScoredRollout, requests: Sequence[int] | None = None, version: int | None = None
+    ) -> dict[str, float]:
         """Train on a rollout, which is then finished; returns the metrics of training. requests: what it is made of;
-        None: the request of its own number."""
-        done = rollout.rollout_id + 1
-        trained = self._learner.train(rollout, self._record.recorded(done))
+        None: the request of its own number. version: the oldest that made any of it; None: that of its own number."""
+        done, replayed = rollout.rollout_id + 1, {}
+        if self._experience is not None:
+            with self._clock.phase("other"):
+                rollout, replayed = self._experience.mixed(rollout, rollout.rollout_id if version is None else version)
+        trained = {**self._learner.train(rollout, self._record.recorded(done)), **replayed}
+        if self._experience is not None:
+            self._experience.finished(rollout.rollout_id)
         self._record.keep_traces(done, self._learner.take_traces())
         self.collector.finished(rollout.rollout_id, [rollout.rollout_id] if requests is None else requests)
         self._record.note(trained, rollout.num_samples)
@@ -176,7 +186,9 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self._record.save(self._done, {**self.collector.state_dict(), **self._learner.state_dict()})
+        kept = {} if self._experience is None else {"experience": self._experience.state_dict()}
+        own = {**self.collector.state_dict(), **self._learner.state_dict(), **kept}
+        self._record.save(self._done, own, () if self._experience is None else self._experience.names)
 
     def _save_what_is_finished(self) -> None:
         """Save the rollouts before a failed one, as if that had not begun; does nothing if training failed."""
@@ -219,6 +231,11 @@ class Trainer:
             )
         self._learner.load_state_dict(state, changed=changed)
         self._record.load_state_dict(state, changes=changes)
+        if self._experience is not None and "experience" in state:
+            if changed:
+                logger.warning("kept samples are not trained on again: %s changed", ", ".join(sorted(changed)))
+            else:
+                self._experience.load_state_dict(state["experience"], self._done)
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and data rows that differ from a checkpoint's."""

@@ -163,7 +163,9 @@ class CheckpointerRole(Protocol):
         """Remove unfinished checkpoints of a killed run."""
         ...
 
-    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:  # Any: JSON values
+    def save(
+        self, step: int, driver_state: dict[str, Any], score: float | None = None, kept: Sequence[str] = ()
+    ) -> None:  # Any: JSON values
         """Write a checkpoint."""
         ...
 

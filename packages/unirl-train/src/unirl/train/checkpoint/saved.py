@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Snapshot:
     driver_state: str
     architecture: str
     facts: dict[str, Any]
+    kept: Sequence[str]
+    """Rollouts whose samples it holds, see `unirl.train.experience_files`."""
 
 
 def take_snapshot(
@@ -54,6 +56,7 @@ def take_snapshot(
     *,
     num_ranks: int,
     is_copied: bool,
+    kept: Sequence[str] = (),
 ) -> Snapshot:
     """Everything as of now. is_copied: to host memory; else tensors share memory with the backend.
 
@@ -85,6 +88,7 @@ def take_snapshot(
             "torch": torch.__version__,
             **backend.counters,
         },
+        kept=kept,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.algorithms.advantages import Advantages
+from unirl.algorithms.replay_buffer import ReplayBuffer
 from unirl.algorithms.selection import SampleSelection
 from unirl.config import instantiate
 from unirl.config.runs import ComposedRun
@@ -22,6 +23,7 @@ from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
 from unirl.trainer.evaluation import EvaluationConfig, Evaluator
+from unirl.trainer.experience import Experience
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
@@ -111,7 +113,7 @@ def make_trainer(
             and not all(algorithm.ability("teacher_option") for algorithm in _algorithms(run)),
         ),
         parity=parity,
-        max_staleness=file.schedule.staleness,
+        takes_older=file.schedule.takes_older,
         trackers=trackers,
         run_dir=run_dir,
         config=shown,
@@ -129,6 +131,23 @@ def make_trainer(
         clock=clock,
         collects_ahead=file.schedule.kind != "sync",
         loop=_loop_of(run, settings, run_dir),
+        experience=_experience_of(run, runtime, settings),
+    )
+
+
+def _experience_of(run: ComposedRun, runtime: Runtime, settings: TrainerSettings) -> Experience | None:
+    given = run.file.schedule.experience
+    if given is None:
+        return None
+    buffer = ReplayBuffer(
+        capacity=given.capacity, order=given.order, max_staleness=given.max_staleness, seed=settings.seed
+    )
+    return Experience(
+        runtime,
+        buffer,
+        groups_per_rollout=given.groups_per_rollout,
+        best_of=given.best_of,
+        num_updates=settings.num_updates,
     )
 
 
@@ -176,13 +195,14 @@ def assemble(
     loop: Callable[..., Trainer] = Trainer,
     samples: Samples | None = None,
     collects_ahead: bool = False,
-    max_staleness: int = 0,
+    experience: Experience | None = None,
+    takes_older: bool = False,
     parity: Parity | None = None,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
     guardrails: makes the guardrails, given `exact_ratios` of the stack, or none where samples may be older than the
-    weights that train. collects_ahead, max_staleness: see `Collector` and `Schedule`.
+    weights that train. collects_ahead, takes_older: see `Collector` and `Schedule`.
     """
     clock = clock if clock is not None else PhaseClock()
     stack = runtime.role("stack", StackRole)
@@ -200,7 +220,7 @@ def assemble(
         scored_track=scored_track,
         collects_ahead=collects_ahead,
     )
-    watching = guardrails(exact_ratios=[] if max_staleness else stack.exact_ratios())
+    watching = guardrails(exact_ratios=[] if takes_older else stack.exact_ratios())
     learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync, parity=parity, scored_track=scored_track)
     record = RunRecord(
         runtime,
@@ -214,7 +234,15 @@ def assemble(
         scored_track=scored_track,
         samples=samples,
     )
-    return loop(settings=settings, collector=collector, learner=learner, record=record, clock=clock, stop=stop)
+    return loop(
+        settings=settings,
+        collector=collector,
+        learner=learner,
+        record=record,
+        clock=clock,
+        stop=stop,
+        experience=experience,
+    )
 
 
 def _residency_plan(run: ComposedRun) -> dict[Resident, Stay]:

@@ -17,6 +17,7 @@ from unirl.config.schema import PolicySections, StageSections, components
 from unirl.distributed.weight_sync.several import PolicySyncs
 from unirl.distributed.worker import WorkerContext
 from unirl.train.checkpoint.checkpointer import Checkpointer
+from unirl.train.experience_files import EXPERIENCE, ExperienceFiles
 from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.parity import TRAINER_ENGINE
@@ -79,6 +80,9 @@ def build_components(
     if not is_exported and run.guardrails is not None and run.guardrails.get("parity_interval") is not None:
         roles[TRAINER_ENGINE] = _build_trainer_engine(run, policies[run.sampled], context)
     roles["checkpointer"] = _build_checkpointer(run, policies, run_dir)
+    if run.file.schedule.experience is not None:
+        folder, place = Path(run_dir), policies[run.sampled].backend.mesh_place
+        roles["experience"] = ExperienceFiles(folder / EXPERIENCE, folder / "checkpoints", place)
     return {name: component for name, component in roles.items() if component is not None}
 
 
@@ -94,7 +98,7 @@ def _prepare_algorithms(
     of older weights."""
     own = [engines.get(stage.at) for stage in run.stages if stage.policy == policy.plan.name]
     replays_exactly = policy.backend.computes_in_float32 and all(e is not None and e.has_trainer_logp for e in own)
-    if run.file.schedule.staleness:
+    if run.file.schedule.takes_older:
         replays_exactly = False  # the rollout may be of older weights than those before the first update
     for track, algorithm in policy.algorithms.items():
         sampling = instantiate((run.stage_of(track) if run.is_staged else run.stages[0]).sampling.node)
@@ -160,6 +164,7 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
         keep_best=save.keep_best,
         is_async=save.is_async,
         mirror=save.mirror,
+        experience=Path(run_dir) / EXPERIENCE,
     )
 
 

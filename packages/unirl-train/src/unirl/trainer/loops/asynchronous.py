@@ -95,7 +95,8 @@ class AsyncTrainer(Trainer):
             groups = [slot.item for slot in slots if slot.item is not None]
             rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
             spans = span_metrics(rollout.resp.meta) if self._cuts_calls else {}
-            trained = self._learned(rollout, [slot.number for slot in slots])
+            oldest = min(version for slot in slots for version in slot.versions)
+            trained = self._learned(rollout, [slot.number for slot in slots], oldest)
         with self._threads.changed:
             waiting = waiting_metrics(self._slots, slots)
         gauges = self._gauges.take(slots, self._slots.version, rollout.num_samples)

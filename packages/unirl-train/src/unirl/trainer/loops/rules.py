@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
+from unirl.config.schema import Schedule
 from unirl.trainer.loops.order import order_of
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine, Messages, Part
@@ -166,22 +167,28 @@ def requests_divide(run: ComposedRun) -> Messages:
 
 def stale_samples_are_corrected(run: ComposedRun) -> Messages:
     """Objectives that need samples of the weights that train, or their correction, get them."""
-    staleness = run.file.schedule.staleness
+    schedule = run.file.schedule
     parts = [algorithm for policy in run.policies.values() for algorithm in policy.algorithms.values()]
     for own in parts:
-        if run.file.schedule.kind != "sync" and own.ability("requires_reward_gradient"):
+        if schedule.kind != "sync" and own.ability("requires_reward_gradient"):
             yield (
                 f"{own.name} samples while it trains, to differentiate through both, so that nothing can be collected "
                 "ahead. Set schedule.kind: sync."
             )
-        elif not staleness:
+        elif schedule.experience is not None and own.ability("requires_reward_gradient"):
+            yield (
+                f"{own.name} samples while it trains, to differentiate through both, so that no earlier sample can be "
+                "trained on. Set schedule.experience: null."
+            )
+        elif not schedule.takes_older:
             yield from _bounds_age(own)
         elif not own.takes_any and not own.ability("takes_stale_samples"):
-            yield from _corrected(own, staleness)
-    if staleness and run.guardrails is not None and run.guardrails.node.get("action") == "rollback":
+            yield from _corrected(own, schedule)
+    if schedule.takes_older and run.guardrails is not None and run.guardrails.node.get("action") == "rollback":
+        where = "in flight (schedule.max_staleness > 0)" if schedule.staleness else "kept (schedule.experience)"
         yield (
-            "guardrails.action: rollback returns to older weights, and samples of the newer ones are in flight "
-            "(schedule.max_staleness > 0). Set action: stop, and resume."
+            f"guardrails.action: rollback returns to older weights, and samples of the newer ones are {where}. Set "
+            "action: stop, and resume."
         )
 
 
@@ -191,21 +198,27 @@ def _bounds_age(own: Part) -> Messages:
         if isinstance(correction, Mapping) and correction.get(key) is not None:
             yield (
                 f"{own.at}.rollout_correction.{key} = {correction[key]} drops what is old, but samples are never older "
-                "than the weights that train. Remove it, or set schedule.max_staleness (parts/schedule=async)."
+                "than the weights that train. Remove it, or set schedule.max_staleness (parts/schedule=async) or "
+                "schedule.experience."
             )
 
 
-def _corrected(own: Part, staleness: int) -> Messages:
+def _corrected(own: Part, schedule: Schedule) -> Messages:
+    again, staleness = schedule.experience, schedule.staleness
+    is_unbounded = again is not None and again.max_staleness is None
+    oldest = max(staleness, 0 if again is None else again.max_staleness or 0)
+    age = f"{'any number of' if is_unbounded else oldest} versions old"
+    instead = f"schedule.{'max_staleness: 0' if again is None else 'experience: null'}"
     if "rollout_correction" not in own.keywords:
         yield (
-            f"schedule lets samples be {staleness} versions old, which {own.name} cannot correct. Set "
-            "schedule.max_staleness: 0, or take another algorithm."
+            f"schedule lets samples be {age}, which {own.name} cannot correct. Set {instead}, or take another "
+            "algorithm."
         )
     elif not own.get("rollout_correction") and own.get("old_logp_source") != "rollout":
         yield (
-            f"schedule lets samples be {staleness} versions old, and {own.at} compares each policy with a replay by "
-            f"newer weights, so nothing corrects for those that sampled. Set {own.at}.rollout_correction "
-            "(parts/correction=truncated), or schedule.max_staleness: 0."
+            f"schedule lets samples be {age}, and {own.at} compares each policy with a replay by newer weights, so "
+            f"nothing corrects for those that sampled. Set {own.at}.rollout_correction (parts/correction=truncated), "
+            f"or {instead}."
         )
 
 
