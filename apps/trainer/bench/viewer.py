@@ -48,15 +48,20 @@ def write_run(folder: Path, seed: int, num_steps: int) -> None:
             file.write(json.dumps({"step": step, **row}) + "\n")
 
 
-def write_samples(folder: Path, num_samples: int, per_step: int = 200) -> None:
-    """Records of images, one file each, as a run writes them."""
-    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+def write_samples(folder: Path, num_samples: int, size: int, per_step: int = 200) -> None:
+    """Records of images, one file each, as a run writes them; those of the first step under other names, too."""
+    pixels = np.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    first = folder / "samples" / "rollout-000001"
     for step in range(1, num_samples // per_step + 1):
         media = folder / "samples" / f"rollout-{step:06d}"
         media.mkdir(parents=True)
         with media.with_suffix(".jsonl").open("w", encoding="utf-8") as file:
             for number in range(per_step):
-                Image.fromarray(np.roll(pixels, number, axis=0)).save(media / f"image-{number:04d}.png")
+                image = media / f"image-{number:04d}.png"
+                if step == 1:
+                    Image.fromarray(np.roll(pixels, number, axis=0)).save(image)
+                else:
+                    image.hardlink_to(first / image.name)
                 line = {
                     "version": 1, "kind": "rollout", "step": step, "sample_id": f"s{number}", "track": "image",
                     "group_id": f"g{number // 8}", "group_size": 8, "group_reward_std": 0.1,
@@ -65,7 +70,7 @@ def write_samples(folder: Path, num_samples: int, per_step: int = 200) -> None:
                     "drawn_from": None, "scores": {"reward": number / per_step}, "error": None, "advantage": 0.1,
                     "policy_version": step - 1, "end": None, "counts": {}, "metadata": {},
                     "media": {
-                        "kind": "image", "file": f"{media.name}/image-{number:04d}.png", "height": 64, "width": 64
+                        "kind": "image", "file": f"{media.name}/image-{number:04d}.png", "height": size, "width": size
                     },
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--size", type=int, default=64, help="of the images, which are noise: 600 makes 1.08 MB")
     parser.add_argument("--folder", type=Path, help="where the runs are, or are to be kept")
     parser.add_argument("--browser", default="chromium")
     args = parser.parse_args()
@@ -160,7 +166,7 @@ def main() -> None:
         if not (folder / "run-00").exists():
             for seed in range(args.runs):
                 write_run(folder / f"run-{seed:02d}", seed, args.steps)
-            write_samples(folder / "run-00", args.samples)
+            write_samples(folder / "run-00", args.samples, args.size)
         asyncio.run(measured(args, folder))
 
 
