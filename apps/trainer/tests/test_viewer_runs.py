@@ -118,6 +118,13 @@ def test_degenerate_groups_are_those_of_several_samples_with_one_reward(run: Pat
         ("eval", 0, "g"): False,
     }
     assert found["degenerate"] == 2 and len(found["groups"][0]["samples"]) == 2
+    by_step = {step: [row["mean"] for row in found["groups"] if row["step"] == step] for step in (1, 3)}
+    assert found["curve"] == {
+        "steps": [1, 3],
+        "mean": pytest.approx([sum(means) / len(means) for means in by_step.values()]),
+        "low": [min(means) for means in by_step.values()],
+        "high": [max(means) for means in by_step.values()],
+    }
     assert ask(run, "/api/groups", run=".", degenerate=1)[1]["total"] == 2
 
 

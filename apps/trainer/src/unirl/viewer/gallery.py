@@ -316,6 +316,26 @@ def groups(entries: Sequence[Entry]) -> list[Json]:
     ]
 
 
+def group_curve(rows: Sequence[Json]) -> Json:
+    """Mean reward of the groups of each step with that of the lowest and the highest group; of the first group's track,
+    and of rollouts where there are some.
+
+    rows: of `groups`.
+    """
+    by_step: dict[int, list[float]] = {}
+    own = [row for row in rows if row["kind"] == "rollout"] or rows
+    for row in own:
+        if row["track"] == own[0]["track"] and row["mean"] is not None:
+            by_step.setdefault(row["step"], []).append(row["mean"])
+    steps = sorted(by_step)
+    return {
+        "steps": steps,
+        "mean": [_mean(by_step[step]) for step in steps],
+        "low": [min(by_step[step]) for step in steps],
+        "high": [max(by_step[step]) for step in steps],
+    }
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -11,7 +11,7 @@ from aiohttp import web
 from unirl.types.errors import DataError
 from unirl.viewer import details
 from unirl.viewer.asking import answer, names, number
-from unirl.viewer.gallery import Entry, Question, SampleIndex, groups, shown, updates_per_rollout
+from unirl.viewer.gallery import Entry, Question, SampleIndex, group_curve, groups, shown, updates_per_rollout
 from unirl.viewer.run_files import SAMPLES, TIMELINE, NotFoundError, RunFolder, RunsFolder
 from unirl.viewer.spans import TimelineFile
 
@@ -134,6 +134,7 @@ class RunPages:
             return {
                 "total": len(rows),
                 "degenerate": num_flat,
+                "curve": group_curve(rows),
                 "files_left_out": num_left,
                 "problems": problems,
                 "groups": page,

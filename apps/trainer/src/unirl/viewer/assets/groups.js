@@ -1,5 +1,6 @@
 // Groups as rows: the samples that are compared with each other.
 import { html, useEffect, useRef } from "./vendor/htm-preact.module.js";
+import { Chart } from "./chart.js";
 import { Bar, Problems, chosenRuns } from "./gallery.js";
 import { Card } from "./media.js";
 import { Message, change, number, useData } from "./page.js";
@@ -34,12 +35,20 @@ function Rows({ run, asked }) {
   });
   return html`<p class="quiet">${head ? `${total} groups, ${head.degenerate} degenerate: all rewards equal, so that they teach nothing` : ""}</p>
     <${Problems} head=${head} />
+    <div class="overview"><${Curve} curve=${head?.curve} /></div>
     <div class="scrolls" ref=${place} tabindex="0" role="region" aria-label="groups">
       <div class="all" style=${{ height: `${height}px` }}>
         ${rows.map((row) => html`<div key=${row.key} class="row group" style=${{ transform: `translateY(${row.start}px)`, height: `${row.size}px` }}>
           <${Group} run=${run} group=${at(row.index)} sort=${asked.sort} /></div>`)}
       </div>
     </div>`;
+}
+
+// Rewards of groups over steps: their mean between the lowest and the highest group.
+function Curve({ curve }) {
+  if (!(curve?.steps.length > 1)) return null;
+  const line = (y, part) => ({ label: part ?? "mean of groups", part, color: "hsl(217 75% 52%)", y, last: [curve.steps.at(-1), y.at(-1)] });
+  return html`<${Chart} title="reward of groups" note="between the lowest and the highest group" x=${curve.steps} series=${[line(curve.mean), line(curve.low, "low"), line(curve.high, "high")]} />`;
 }
 
 function Group({ run, group, sort }) {
