@@ -293,6 +293,34 @@ def test_a_slow_request_is_overtaken_and_the_order_is_repeated(tmp_path: Path):
     assert_same(again, own)
 
 
+@pytest.mark.parametrize("too_old", ["drop", "correct"])
+def test_a_request_that_is_scored_too_late_is_dropped_or_corrected_and_no_prompt_is_lost(tmp_path: Path, too_old: str):
+    own = Served(tmp_path, 1, 1, num_rollouts=5, window=3, too_old=too_old)
+    held = threading.Event()
+    made, asked = own.trainer.collector.made, []
+
+    def late(req: RolloutReq, *begun: Any) -> Any:
+        resp = made(req, *begun)
+        asked.append(req.number)
+        if req.number == 1 and asked.count(1) == 1:
+            assert held.wait(WAIT_S)  # its calls are over, so that no push waits for it
+        return resp
+
+    own.trainer.collector.made = late
+    own.part("stack").then = lambda num: held.set() if num == 3 else None
+    own.trainer.run()
+    trained = [group for groups in own.groups for group in groups]
+    assert sorted(trained) == sorted(f"prompt:p{n}" for n in range(20)) and own.runtime.num_held() == 0
+    assert all("prompt:p1" not in groups for groups in own.groups[:3])
+    oldest = max(lag for lags in own.part("stack").lags for lag in lags)
+    metrics = own.notes.logged[5]
+    if too_old == "drop":
+        assert oldest <= 1 and asked.count(1) == 2 and metrics["schedule/too_old/dropped"] == 1
+    else:
+        assert oldest >= 3 and asked.count(1) == 1 and metrics["schedule/too_old/dropped"] == 0
+        assert sum(each["schedule/too_old/corrected"] for each in own.notes.logged.values()) == 1
+
+
 def test_a_run_that_is_resumed_asks_for_what_was_overtaken_and_not_for_what_was_trained_on(tmp_path: Path):
     own = Served(tmp_path / "own", 3, 1, num_rollouts=4, window=3)
     stopped = threading.Event()

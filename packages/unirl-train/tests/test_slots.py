@@ -42,12 +42,19 @@ def test_whatever_the_order_of_events_every_request_is_trained_on_once_and_none_
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**16))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(0, 2**16),
+    st.sampled_from(["wait", "drop", "correct"]),
+)
 def test_with_a_window_every_request_is_trained_on_once_none_is_too_old_and_a_resumed_run_has_the_others(
-    per_rollout, max_staleness, window, seed
+    per_rollout, max_staleness, window, seed, too_old
 ):
-    draw = random.Random(seed)
-    slots = Slots[int](per_rollout, max_staleness, min(window, per_rollout))
+    draw, window = random.Random(seed), min(window, per_rollout)
+    too_old = "wait" if window == 1 else too_old
+    slots = Slots[int](per_rollout, max_staleness, window, too_old)
     slots.start(0)
     running, trained, overtaken = [], [], 0
     while slots.version < ROLLOUTS:
@@ -55,13 +62,18 @@ def test_with_a_window_every_request_is_trained_on_once_none_is_too_old_and_a_re
             ["admit", "finish", "train", "resume"] if draw.random() < 0.05 else ["admit", "finish", "train"]
         )
         if event == "admit" and (slot := slots.admit(until=ROLLOUTS)) is not None:
+            assert slot.version == slots.version
             running.append(slot)
         elif event == "finish" and running:
             slot = running.pop(draw.randrange(len(running)))
-            slot.item = slot.number
+            is_dropped = slot.is_dropped
+            assert (slots.finish(slot, slot.number) is None) == is_dropped and not (is_dropped and too_old != "drop")
         elif event == "train" and (batch := slots.oldest()) is not None:
             assert len(batch) == per_rollout and batch == sorted(batch, key=lambda slot: slot.number)
-            assert all(0 <= slots.version - slot.version <= max_staleness for slot in batch)
+            ages = [slots.version - slot.version for slot in batch]
+            assert min(ages) >= 0 and (too_old == "correct" or max(ages) <= max_staleness)
+            late = slots.take_too_old()
+            assert late["schedule/too_old/corrected"] == sum(age > max_staleness for age in ages)
             oldest = min(slot.number for slot in slots._slots)
             assert batch[-1].number - oldest < (ROLLOUTS if window > 1 else 1) * per_rollout
             overtaken += slots.num_overtaken
@@ -70,11 +82,11 @@ def test_with_a_window_every_request_is_trained_on_once_none_is_too_old_and_a_re
         elif event == "resume":
             version, done = slots.version, set(trained)
             oldest = min(set(range(ROLLOUTS * per_rollout)) - done, default=ROLLOUTS * per_rollout)
-            slots, running = Slots[int](per_rollout, max_staleness, min(window, per_rollout)), []
+            slots, running = Slots[int](per_rollout, max_staleness, window, too_old), []
             slots.start(version, first=oldest, ahead=[number for number in done if number > oldest])
     assert sorted(trained) == list(range(ROLLOUTS * per_rollout))
     assert slots.admit(until=ROLLOUTS) is None
-    if min(window, per_rollout) == 1:
+    if window == 1:
         assert trained == sorted(trained) and not overtaken
 
 
@@ -93,6 +105,53 @@ def test_a_slow_request_is_overtaken_until_it_would_be_too_old():
     assert numbers(slots) == [0, 5] and slots.num_overtaken == 0
     with pytest.raises(ContractError, match="a window of 3"):
         Slots(2, 1, 3)
+    with pytest.raises(ContractError, match="too_old = drop with a window of 1"):
+        Slots(2, 1, 1, "drop")
+
+
+def one_slow_request(too_old):
+    """Slots whose first request is not finished when it would be too old for the next rollout; four are trained on."""
+    slots = Slots[str](2, 2, 2, too_old)
+    admitted = [slots.admit(until=9) for _ in range(6)]
+    for slot in admitted[1:]:
+        assert slot is not None
+        slot.item = "a"
+    for expected in ([1, 2], [3, 4]):
+        assert numbers(slots) == expected
+        slots.free()
+    return slots, admitted[0]
+
+
+def test_a_request_that_is_too_old_is_waited_for():
+    slots, _ = one_slow_request("wait")
+    slots.admit(until=9).item = "a"
+    assert slots.oldest() is None
+    assert slots.take_too_old()["schedule/too_old/waited"] == 1
+
+
+def test_a_request_that_is_too_old_is_dropped_and_asked_again():
+    slots, slow = one_slow_request("drop")
+    slots.admit(until=9).item = "a"
+    assert numbers(slots) == [5, 6] and slow.is_dropped
+    assert slots.take_too_old()["schedule/too_old/dropped"] == 1
+    slots.free()
+    assert slots.finish(slow, "old") is None and slow.item is None
+    again = slots.admit(until=9)
+    assert again is slow and (again.number, again.version, again.is_dropped) == (0, 3, False)
+    slots.admit(until=9).item = "a"
+    slots.finish(again, "new")
+    assert numbers(slots) == [0, 7]
+
+
+def test_a_request_that_is_too_old_is_trained_on_when_it_is_finished():
+    slots, slow = one_slow_request("correct")
+    slots.admit(until=9).item = "a"
+    assert numbers(slots) == [5, 6]
+    slots.free()
+    assert slots.finish(slow, "old") == "old"
+    slots.admit(until=9).item = "a"
+    assert numbers(slots) == [0, 7] and slots.version - slow.version == 3
+    assert slots.take_too_old()["schedule/too_old/corrected"] == 1
 
 
 def numbers(slots):

@@ -276,6 +276,9 @@ class Schedule:
     window: UnitInterval = 0.0
     """Share of a rollout's requests, W of them, but at least 1: it is made of those that finish first among its own and
     the next W - 1, so that a slow one holds up none. 0: requests are trained on in order."""
+    too_old: Literal["wait", "drop", "correct"] = "wait"
+    """What becomes of a request that was overtaken until it is too old for the next rollout. wait: it is waited for.
+    drop: it is left out, and its prompts are asked again. correct: it is trained on when it is finished, at any age."""
     requests_at_once: PositiveInt | None = None
     """Requests that engines of served pools have at most, so that members which are done with one begin the next; None:
     all that `max_staleness` allows. Other engines take one."""

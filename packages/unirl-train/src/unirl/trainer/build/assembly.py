@@ -160,6 +160,7 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Call
         max_staleness=schedule.staleness,
         groups_per_request=schedule.groups_per_request,
         window=schedule.window_of(settings.batch_size),
+        too_old=schedule.too_old,
         requests_at_once=schedule.requests_at_once,
         cuts_calls=schedule.on_push != "finish",
         log=OrderLog(run_dir / REQUESTS),

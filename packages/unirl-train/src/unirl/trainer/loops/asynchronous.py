@@ -28,7 +28,7 @@ from unirl.trainer.loops.calls import CallOrder, CutRequest
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics, waiting_metrics
 from unirl.trainer.loops.order import Begun, OrderLog, is_due, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
-from unirl.trainer.loops.slots import Slot, Slots
+from unirl.trainer.loops.slots import Slot, Slots, TooOld
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.heartbeat import Activity
 from unirl.types.rollout import RolloutReq
@@ -38,7 +38,7 @@ class AsyncTrainer(Trainer):
     """Trains on rollouts that are collected ahead, at most `max_staleness` versions old.
 
     groups_per_request: prompts of one request; None: all of a rollout.
-    window: see `unirl.trainer.loops.slots.Slots`.
+    window, too_old: see `unirl.trainer.loops.slots.Slots`.
     requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
         take one, and a repeated order as many as it needs.
     cuts_calls: a push does not wait for the calls that run: they end early, and go on after it.
@@ -56,6 +56,7 @@ class AsyncTrainer(Trainer):
         max_staleness: int,
         groups_per_request: int | None = None,
         window: int = 1,
+        too_old: TooOld = "wait",
         requests_at_once: int | None = None,
         cuts_calls: bool = False,
         log: OrderLog | None = None,
@@ -68,7 +69,7 @@ class AsyncTrainer(Trainer):
         self._gauges, self._threads = LoopGauges(), PartThreads()
         """`changed` of the threads guards what follows."""
         per_rollout = settings.batch_size // self._groups_per_request
-        self._slots: Slots[ScoredGroups] = Slots(per_rollout, max_staleness, window)
+        self._slots: Slots[ScoredGroups] = Slots(per_rollout, max_staleness, window, too_old)
         most = self._slots.capacity
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._threads.changed, order)
@@ -99,9 +100,8 @@ class AsyncTrainer(Trainer):
             trained = self._learned(rollout, [slot.number for slot in slots], oldest)
         with self._threads.changed:
             waiting = waiting_metrics(self._slots, slots)
-        gauges = self._gauges.take(slots, self._slots.version, rollout.num_samples)
-        own = {**self._record.pool_metrics(), **gauges, **waiting, **spans}
-        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **own}
+        own = {**self._record.pool_metrics(), **self._gauges.take(slots, self._slots.version, rollout.num_samples)}
+        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **own, **waiting, **spans}
 
     def _loop(self) -> None:
         left = self.collector.left_over
@@ -169,7 +169,7 @@ class AsyncTrainer(Trainer):
                 return False
             self._note(slot)
             with self._threads.request("engine", *self._during("engine", slot, activity)):
-                req = self._asked(slot).replace(number=slot.number)
+                req = slot.asked = slot.asked or self._asked(slot).replace(number=slot.number)
         busy, doing, about = self._during("engine", slot, activity)
         with busy, doing, about:
             resp = self.collector.made(req)
@@ -180,8 +180,7 @@ class AsyncTrainer(Trainer):
         return True
 
     def _asked(self, slot: Slot[ScoredGroups]) -> RolloutReq:
-        mixes = self._slots.max_staleness if self._slots.window > 1 else 0
-        own = RequestOf(slot.rollout, slot.number, skips=slot.num_skipped, mixes=mixes)
+        own = RequestOf(slot.rollout, slot.number, skips=slot.num_skipped, mixes=self._slots.num_mixed)
         return self.collector.asked(own, self._groups_per_request)
 
     def _note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
@@ -203,9 +202,10 @@ class AsyncTrainer(Trainer):
             return False
         slot, resp = item
         with self._threads.request("reward", *self._during("reward", slot, activity)):
-            groups = self.collector.scored(slot.rollout, resp)
+            groups = None if slot.is_dropped else self.collector.scored(slot.rollout, resp)
         with self._threads.change():
-            slot.item = groups
+            if self._slots.finish(slot, groups) is None:
+                (groups or resp).release()
         return True
 
     def _during(

@@ -61,4 +61,5 @@ def span_metrics(resp: RolloutResp) -> dict[str, float]:
 def waiting_metrics(slots: Slots[Any], taken: Collection[Slot[Any]]) -> dict[str, float]:
     """Finished requests that are not of the rollout that was taken, and older ones that are not finished."""
     waiting, overtaken = slots.num_waiting - len(taken), slots.num_overtaken
-    return {"schedule/requests_waiting": float(waiting), "schedule/requests_overtaken": float(overtaken)}
+    own = {"schedule/requests_waiting": float(waiting), "schedule/requests_overtaken": float(overtaken)}
+    return {**own, **slots.take_too_old()} if slots.window > 1 else own

@@ -126,6 +126,21 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
         yield f"{said}, but {what} not continue what was ended early. Set on_push: finish."
 
 
+def what_is_too_old_can_be(run: ComposedRun) -> Messages:
+    """Requests become too old only where they are overtaken, and no order is repeated where they are."""
+    schedule = run.file.schedule
+    said = f"schedule.too_old = {schedule.too_old}"
+    if schedule.too_old == "wait":
+        return
+    if not schedule.window or schedule.kind == "sync":
+        yield (
+            f"{said} does nothing without schedule.window: slots admit no request that would be too old, and none is "
+            "overtaken. Set schedule.window, or too_old: wait."
+        )
+    elif schedule.replay is not None:
+        yield f"{said} depends on who is late, so that no order can be repeated. Remove it or schedule.replay."
+
+
 def a_window_overtakes_something(run: ComposedRun) -> Messages:
     """A window holds more than one request, which may be older, and samples of several rollouts fit together."""
     schedule = run.file.schedule
@@ -228,6 +243,7 @@ RULES = (
     engines_sample_meanwhile,
     several_requests_are_of_served_pools,
     what_a_push_cuts_short_goes_on,
+    what_is_too_old_can_be,
     a_window_overtakes_something,
     requests_divide,
     stale_samples_are_corrected,

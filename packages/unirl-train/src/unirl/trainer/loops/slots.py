@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from unirl.types.errors import ContractError
+from unirl.types.rollout import RolloutReq
 
 ItemT = TypeVar("ItemT")
+TooOld = Literal["wait", "drop", "correct"]
 
 
 @dataclass
@@ -30,6 +34,10 @@ class Slot(Generic[ItemT]):
     """Requests right before it that an earlier run had trained on."""
     item: ItemT | None = None
     """What was made of it; None while it is being made."""
+    asked: RolloutReq | None = None
+    """What the engine is asked; None until its prompts are known, and where it is asked once."""
+    is_dropped: bool = False
+    """True if it became too old while it was made: it is asked again."""
 
     @property
     def versions(self) -> set[int]:
@@ -55,8 +63,10 @@ class Slots(Generic[ItemT]):
     per_rollout: requests of one rollout, which are trained on together.
     max_staleness: versions S by which the weights that train may be newer than those that a sample began with.
     window: a rollout is made of the first finished requests among `per_rollout + window - 1`, so that with 1 requests
-        are trained on in the order of admission, and else up to `window - 1` slow ones are overtaken. One that would be
-        too old for the next rollout is waited for.
+        are trained on in the order of admission, and else up to `window - 1` slow ones are overtaken.
+    too_old: what becomes of an overtaken request that would be too old for the next rollout. "wait": it is waited for;
+        "drop": others are taken, and it is admitted again when it is finished; "correct": it is overtaken
+        further, and trained on at any age.
 
     There are (S + 1) * per_rollout slots. A request takes one when it is admitted; `free` returns those of a rollout
     when the weights trained on it are in the engine, as the next version. Requests are trained on in the order of
@@ -65,7 +75,9 @@ class Slots(Generic[ItemT]):
     Where requests are overtaken, no more than `per_rollout` can be due at once.
     """
 
-    def __init__(self, per_rollout: int, max_staleness: int, window: int = 1) -> None:
+    def __init__(self, per_rollout: int, max_staleness: int, window: int = 1, too_old: TooOld = "wait") -> None:
+        if window == 1 and too_old != "wait":
+            raise ContractError(f"too_old = {too_old} with a window of 1, in which nothing becomes too old")
         if per_rollout < 1 or max_staleness < 0 or not 1 <= window <= per_rollout:
             raise ContractError(
                 f"{per_rollout} requests per rollout, {max_staleness} versions, a window of {window}: need >= 1, >= 0 "
@@ -74,6 +86,11 @@ class Slots(Generic[ItemT]):
         self.per_rollout = per_rollout
         self.max_staleness = max_staleness
         self.window = window
+        self.too_old: TooOld = too_old
+        self._waited: set[int] = set()
+        self._again: deque[Slot[ItemT]] = deque()
+        self.num_dropped = 0
+        """Requests dropped so far."""
         self.version = 0
         """Version of the weights that the engine has."""
         self._slots: list[Slot[ItemT]] = []
@@ -86,6 +103,11 @@ class Slots(Generic[ItemT]):
     def capacity(self) -> int:
         """Number of slots."""
         return (self.max_staleness + 1) * self.per_rollout
+
+    @property
+    def num_mixed(self) -> int:
+        """Earlier rollouts whose requests one may be trained on with."""
+        return 0 if self.window == 1 else self.max_staleness if self.too_old == "wait" else sys.maxsize
 
     @property
     def next_request(self) -> int:
@@ -106,11 +128,16 @@ class Slots(Generic[ItemT]):
         self._ahead = frozenset(ahead)
 
     def admit(self, until: int) -> Slot[ItemT] | None:
-        """The slot of the next request; None if all are taken, or it would belong to rollout `until`."""
+        """The slot of the next request, first of those that were dropped; None if all are taken, or it would belong to
+        rollout `until`."""
+        if self._again:
+            slot = self._again.popleft()
+            slot.version, slot.is_dropped, slot.calls, slot.resumed = self.version, False, {}, ()
+            return slot
         number = self.next_request
         if len(self._slots) == self.capacity or number >= until * self.per_rollout:
             return None
-        slot: Slot[ItemT] = Slot(number, number // self.per_rollout, self.version, num_skipped=number - self._next)
+        slot = Slot[ItemT](number, number // self.per_rollout, self.version, num_skipped=number - self._next)
         self._next = number + 1
         self._slots.append(slot)
         return slot
@@ -127,7 +154,8 @@ class Slots(Generic[ItemT]):
             found = [slot for slot in self._slots if slot.number in wanted]
         if len(found) < self.per_rollout or any(slot.item is None for slot in found):
             return None
-        for slot in found:
+        self._drop_expired()
+        for slot in found if self.too_old != "correct" else ():
             if self.version - slot.version > self.max_staleness:
                 raise ContractError(
                     f"request {slot.number} began at version {slot.version} and would be trained on at {self.version}, "
@@ -138,10 +166,46 @@ class Slots(Generic[ItemT]):
 
     def _first_finished(self) -> list[Slot[ItemT]]:
         """Requests of the next rollout, fewer if that many are not finished; some may not be, which are waited for."""
-        window = self._slots[: self.per_rollout + self.window - 1]
-        due = [slot for slot in window if self.version - slot.version >= self.max_staleness]
+        expired = self._expired()
+        window = [slot for slot in self._slots if slot not in expired][: self.per_rollout + self.window - 1]
+        due = [slot for slot in window if self.too_old != "correct" and self._is_due(slot)]
+        if self.window > 1:
+            self._waited.update(slot.number for slot in due if slot.item is None)
         others = [slot for slot in window if slot not in due and slot.item is not None]
         return sorted([*due, *others][: self.per_rollout], key=lambda slot: slot.number)
+
+    def _is_due(self, slot: Slot[ItemT]) -> bool:
+        """True if it would be too old for the rollout after the next one."""
+        return self.version - slot.version >= self.max_staleness
+
+    def _expired(self) -> list[Slot[ItemT]]:
+        """Requests that are not waited for."""
+        return [slot for slot in self._slots if self.too_old == "drop" and slot.item is None and self._is_due(slot)]
+
+    def _drop_expired(self) -> None:
+        """The next rollout is made without them."""
+        for slot in self._expired():
+            self.num_dropped += not slot.is_dropped
+            slot.is_dropped = True
+
+    def finish(self, slot: Slot[ItemT], item: ItemT | None) -> ItemT | None:
+        """Hand in what was made of a request; returns it, or None if the request was dropped and is admitted again."""
+        if slot.is_dropped:
+            self._again.append(slot)
+            return None
+        slot.item = item
+        return item
+
+    def take_too_old(self) -> dict[str, float]:
+        """How many requests that were too old, or about to be, were waited for since the last call, dropped so far,
+        and are trained on in this rollout."""
+        waited, self._waited = self._waited, set()
+        late = sum(self.version - slot.version > self.max_staleness for slot in self._taken)
+        return {
+            "schedule/too_old/waited": float(len(waited)),
+            "schedule/too_old/dropped": float(self.num_dropped),
+            "schedule/too_old/corrected": float(late),
+        }
 
     @property
     def num_overtaken(self) -> int:
