@@ -15,11 +15,13 @@ from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.turns.engine import TurnsEngine
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import OptimizerConfig
+from unirl.types.conditions import PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError
 from unirl.types.media import ImageLists, Texts, shown_image
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import ARSamplingParams
+from unirl.types.segments import SegmentStatus
 
 _models: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")  # Any: a folder with a dash
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -40,6 +42,15 @@ def request(pipeline) -> RolloutReq:
         primitives={"text": Texts(texts=texts), "image": ImageLists(images=[*pictures, []])},
         sampling_params=PARAMS,
     )
+
+
+def with_a_video_that_is_not_there(pipeline) -> RolloutReq:
+    """`request` with the token that stands for a video behind the second prompt, as a model may write it in a turn."""
+    req = request(pipeline)
+    given = pipeline.encode(req.primitives, PARAMS)
+    tokens = given["prompt"].unpack("tokens")
+    tokens[1] = torch.cat([tokens[1], torch.tensor([pipeline.bundle.model.config.video_token_id])])
+    return req.replace(request_conditions={**given, "prompt": PromptCondition.pack(tokens=tokens)})
 
 
 def token_side(bundle) -> int:
@@ -113,8 +124,11 @@ def test_images_that_an_environment_shows_between_turns_are_those_of_a_replay(sg
     params = ARSamplingParams(temperature=0.9, max_new_tokens=12, seed=1, stop_token_ids=tuple(range(0, 256, 3)))
     try:
         track: Any = turns.generate(asked.replace(sampling_params=params)).root_track()
+        refused = engine.generate(with_a_video_that_is_not_there(pipeline)).root_track()
     finally:
         turns.shutdown()
+    assert [status == SegmentStatus.FAILED for status in refused.segment.status.tolist()] == [False, True, False, False]
+    assert "answered 400" in refused.metadata[1][EPISODE]["reason"] and min(refused.segment.lengths.tolist()) == 0
     ends = [row[EPISODE]["end"] for row in track.metadata]
     assert "answered" in ends and max(track.counts["turns"].tolist()) == 3
     grids = [len(grid) for grid in track.conditions["images"].grids]

@@ -115,7 +115,7 @@ class EngineHost(WeightsHost):
                 sampling = self._sampling(call, seed, call.budget(row))
                 try:
                     self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
-                except ValueError as error:  # vLLM's own checks of one request
+                except (ValueError, RuntimeError) as error:  # vLLM's checks of one request; nothing is computed yet
                     samples[row].reason, samples[row].refusal = "refused", str(error) or type(error).__name__
             while any(sample.reason is None for sample in samples) and call.number not in self._aborts:
                 if self._calls[0] == call.number:
