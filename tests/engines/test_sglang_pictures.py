@@ -124,7 +124,7 @@ def test_images_that_an_environment_shows_between_turns_are_those_of_a_replay(sg
     params = ARSamplingParams(temperature=0.9, max_new_tokens=12, seed=1, stop_token_ids=tuple(range(0, 256, 3)))
     try:
         track: Any = turns.generate(asked.replace(sampling_params=params)).root_track()
-        refused = engine.generate(with_a_video_that_is_not_there(pipeline)).root_track()
+        refused: Any = engine.generate(with_a_video_that_is_not_there(pipeline)).root_track()
     finally:
         turns.shutdown()
     assert [status == SegmentStatus.FAILED for status in refused.segment.status.tolist()] == [False, True, False, False]
