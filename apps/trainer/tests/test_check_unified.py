@@ -66,6 +66,15 @@ def test_a_track_may_rest(recipe, track):
             {"reward.track": "text"},
             r"algorithms.image: the track image trains, but rewards are of text \(reward.track = text\) and of what it",
         ),
+        (
+            {"stages.text.advantages": {"_target_": "unirl.algorithms.inherited.InheritedAdvantages"}},
+            "stages.text.advantages: InheritedAdvantages takes the advantages of the track that a stage grows from, "
+            "and text grows from none",
+        ),
+        (
+            {f"{IMAGES}.eta": 0.5, f"{IMAGES}.one_step": "prompt"},
+            f"{IMAGES}.one_step = prompt: where several stages sample",
+        ),
         ({"stack.losses": {"poem": {}}}, r"names tracks \['poem'\], which no algorithm trains"),
         (
             {"stages.image.reads": {}, "stages.image.grows_from": "text", "pipelines.text": None},

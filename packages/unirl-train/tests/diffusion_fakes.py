@@ -151,6 +151,7 @@ class Stats:
     mean: Tensor
     std_R: Tensor
     q_R: Tensor | None
+    gain_R: Tensor
 
 
 class FieldPipeline:
@@ -247,8 +248,8 @@ class FieldPipeline:
             self._bound(own), x_R, next_R, sigma_R, sigma_next_R, step_R, strategy=self.strategy, **options
         )
         nothing = torch.zeros(len(sigma_R), 1)
-        q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, **options).q_R
-        return Stats(out.logp_R, out.mean, out.std_R, q_R)
+        unit = self.strategy.transition(nothing, nothing + 1, sigma_R, sigma_next_R, **options)
+        return Stats(out.logp_R, out.mean, out.std_R, unit.q_R, unit.mean[:, 0])
 
     def step_std(self, segment: LatentSegment) -> Tensor:
         """Deviations of the stochastic steps."""

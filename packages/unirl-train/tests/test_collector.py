@@ -1,7 +1,7 @@
 """What a collector hands to the learner: children with their parents, and a state that forgets no prompts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -10,10 +10,11 @@ import pytest
 import torch
 from diffusion_fakes import BrightnessReward, FieldBundle, FieldEngine, FieldPipeline, no_failure, sampling
 
-from unirl.algorithms.advantages import AdvantageConfig
+from unirl.algorithms.advantages import AdvantageConfig, Advantages
 from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.branch_grpo import BranchGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
+from unirl.algorithms.inherited import InheritedAdvantages
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
@@ -29,6 +30,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.held_out import spread_rows
 from unirl.trainer.learner import Learner
 from unirl.trainer.settings import TrainerSettings
+from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
@@ -77,6 +79,7 @@ class Made:
         how: Credit = "mean",
         make: Callable[..., StageAlgorithm] = DiffusionGRPO,
         params: DiffusionSamplingParams | None = None,
+        track_advantages: Mapping[str, Advantages] | None = None,
     ) -> None:
         prompts = folder / "prompts.jsonl"
         prompts.write_text(
@@ -108,6 +111,7 @@ class Made:
             advantages=AdvantageConfig(),
             clock=clock,
             scored_track="image" if branches else None,
+            track_advantages=track_advantages,
         )
         self.learner = Learner(self.runtime, guardrails=Guardrails(GuardrailConfig()), clock=clock)
         self.learner.prepare()
@@ -126,6 +130,17 @@ def test_children_are_scored_credit_their_parents_and_train_within_their_own_gro
     assert rollout.metrics["advantage/max"] == float(pairs.abs().max())
     metrics = made.learner.train(rollout)
     assert metrics["train/grad_norm"] > 0 and made.runtime.num_held() == 0
+
+
+def test_children_inherit_the_advantages_of_their_parents(tmp_path: Path):
+    made = Made(tmp_path, track_advantages={"image": InheritedAdvantages()})
+    rollout = made.collector.collect(0)
+    plan, image = rollout.resp.meta.tracks["plan"], rollout.resp.meta.tracks["image"]
+    assert image.known_advantages.tolist() == plan.known_advantages.repeat_interleave(2).tolist()
+    assert float(plan.known_advantages.abs().max()) > 0
+    assert made.learner.train(rollout)["train/grad_norm"] > 0
+    with pytest.raises(ConfigError, match="which has none: it is neither the first nor trained"):
+        Made(tmp_path, branches=False, track_advantages={"image": InheritedAdvantages()}).collector.collect(0)
 
 
 def test_a_held_out_evaluation_scores_the_named_track_and_shows_one_sample_per_prompt(tmp_path: Path):

@@ -101,6 +101,19 @@ def test_the_penalty_equals_the_closed_form(estimator: str):
     assert metrics["policy/loss"] == 0.0
 
 
+@pytest.mark.parametrize("strategy", [None, DanceSDEStrategy(), CPSSDEStrategy()])
+def test_the_velocity_estimator_is_the_distance_of_velocities_at_the_stored_latents(strategy: SDEStrategy | None):
+    made = penalised(kl_estimator="velocity", strategy=strategy)
+    track = rollout(made.pipeline).tracks["image"]
+    displace(made.backend, 0.3)
+    scale, shift = (float(value) for value in made.parameters.values())
+    segment = segment_of(track)
+    x = torch.stack([segment.latents_at(step) for step in segment.sde_indices], dim=1).double()
+    moved = (scale - 0.7) * x + (shift - 0.1)
+    _, _, metrics = run(made, anchored(made, track, advantages=torch.zeros(6)))
+    assert metrics["policy/reference_kl"] == pytest.approx(float(moved.square().mean()), rel=1e-4)
+
+
 def test_the_published_estimator_is_the_step_length_times_the_exact_one():
     for step in range(3):
         found = {}
@@ -244,7 +257,7 @@ def test_clips_narrow_as_the_schedule_says(schedule: str, clips: float):
     ("options", "message"),
     [
         ({"old_logp_source": "native"}, "old_logp_source = 'native' must be one of auto, rollout, replay"),
-        ({"kl_estimator": "k4"}, "kl_estimator = 'k4' must be one of exact, flow_grpo, k1, k2, k3"),
+        ({"kl_estimator": "k4"}, "kl_estimator = 'k4' must be one of exact, flow_grpo, velocity, k1, k2, k3"),
         ({"clip_schedule": "step"}, "clip_schedule = 'step' must be one of constant, linear_decay, cosine_decay"),
         ({"clip_range": 0.0}, r"clip_range = 0.0 must lie in \(0, 1\)"),
         ({"clip_range_high": 1.5}, r"clip_range_high = 1.5 must lie in \(0, 1\)"),

@@ -262,7 +262,7 @@ def test_surrogates_of_transitions_and_their_metrics_stay_finite(name: str, std:
     num_rows = LOGP.numel()
     logp, mean = LOGP.clone().requires_grad_(), ANCHOR[:, None].repeat(1, 2).requires_grad_()
     rows = TransitionRows(
-        policy=Stats(logp_R=logp, mean=mean, std_R=torch.full((num_rows,), std), q_R=torch.ones(num_rows)),
+        policy=Stats(logp, mean, torch.full((num_rows,), std), torch.ones(num_rows), -torch.ones(num_rows)),
         anchor_logp_R=ANCHOR,
         anchor_mean=torch.zeros(num_rows, 2),
         advantage_R=ADVANTAGE,

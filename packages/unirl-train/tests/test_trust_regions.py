@@ -266,7 +266,7 @@ def test_divergences_of_latents_of_any_rank_stay_in_their_rows(shape: tuple[int,
     mean, old = (torch.randn(3, *shape, generator=generator) for _ in range(2))
     std = torch.tensor([0.5, 1.0, 2.0])
     rows = TransitionRows(
-        policy=Stats(torch.zeros(3), mean, std, None),
+        policy=Stats(torch.zeros(3), mean, std, None, -std),
         anchor_logp_R=torch.zeros(3),
         anchor_mean=old,
         advantage_R=torch.ones(3),

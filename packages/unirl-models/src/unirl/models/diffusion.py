@@ -33,6 +33,8 @@ class ReplayedTransitions:
     """[R] float32, without gradient."""
     q_R: Tensor | None
     """[R] float32 diffusion coefficient, without gradient; None for a kernel that has none."""
+    gain_R: Tensor
+    """[R] float32 derivative of the mean by the velocity, without gradient."""
 
 
 def in_forwards(

@@ -244,10 +244,12 @@ class DiffusionPipeline:
             eta=params.eta,
             sigma_max=sigma_max,
         )
-        # The coefficient depends on sigmas alone; one zero per row stands for the latent.
-        nothing = torch.zeros(len(sigma_R), 1, device=sigma_R.device)
-        q_R = self.strategy.transition(nothing, nothing, sigma_R, sigma_next_R, eta=params.eta, sigma_max=sigma_max).q_R
-        return ReplayedTransitions(logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=q_R)
+        # Coefficients depend on sigmas alone; one number per row stands for the latent.
+        nothing, one = (torch.full((len(sigma_R), 1), value, device=sigma_R.device) for value in (0.0, 1.0))
+        unit = self.strategy.transition(nothing, one, sigma_R, sigma_next_R, eta=params.eta, sigma_max=sigma_max)
+        return ReplayedTransitions(
+            logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=unit.q_R, gain_R=unit.mean[:, 0]
+        )
 
     def step_std(self, segment: LatentSegment) -> Tensor:
         """Standard deviation of the noise of each stochastic step of a sampled segment, [S] float32 on the CPU."""

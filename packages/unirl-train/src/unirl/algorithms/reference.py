@@ -16,11 +16,12 @@ from unirl.algorithms.base import RowMetrics, StageAlgorithm
 from unirl.algorithms.kl import AdaptiveKL, adapted_coefficient
 from unirl.algorithms.losses import MAX_LOG_RATIO
 from unirl.sde.likelihood import code_kl, transition_kl
+from unirl.sde.rows import over_rows
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import TransitionStats
 from unirl.types.protocols.training import PolicyStore
 
-KLEstimator = Literal["exact", "flow_grpo", "k1", "k2", "k3"]
+KLEstimator = Literal["exact", "flow_grpo", "velocity", "k1", "k2", "k3"]
 METRIC = "policy/reference_kl"
 SHARE = "policy/penalty_share"
 _PENALTY_SIZE, _LOSS_SIZE = "penalty_size", "loss_size"
@@ -51,7 +52,8 @@ class ReferenceKL:
 
     coef: weight of the penalty; 0 switches the reference off.
     estimator, for transitions: "exact" is the Gaussian transition KL per latent element; "flow_grpo" the published
-        code's form, which weights each step by |d sigma|; "k1", "k2", "k3" estimate it from the stored actions.
+        code's form, which weights each step by |d sigma|; "velocity" is mean (v - v_ref)^2, which weights steps alike
+        (UniGRPO, arXiv 2603.23500); "k1", "k2", "k3" estimate it from the stored actions.
     adaptive: drives the coefficient towards a target KL.
     """
 
@@ -96,6 +98,10 @@ class ReferenceKL:
             if policy.q_R is None:
                 raise ConfigError("kl_estimator = 'flow_grpo' needs a Flow or Dance kernel; use kl_estimator: exact")
             return code_kl(policy.mean, reference.mean, policy.q_R)
+        if self.estimator == "velocity":
+            # The mean is linear in the velocity.
+            moved = (policy.mean - reference.mean.detach()) / over_rows(policy.gain_R, policy.mean)
+            return moved.square().flatten(1).mean(dim=1)
         if not bool((policy.std_R > 0).all()):
             raise ConfigError(
                 "a transition without noise has no KL to a reference (CPS adds none at the last step). "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.algorithms.advantages import Advantages, group_metrics
+from unirl.algorithms.inherited import InheritedAdvantages
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.held import Held
@@ -344,13 +345,17 @@ class Collector(Generic[ParamsT]):
         advantages: dict[str, Tensor] = {}
         for name in dict.fromkeys((root, *trained)):
             track, normalize = meta.track(name), self._advantages_of(name)
-            advantages[name] = normalize(
-                track.scored_rewards,
-                track.group_ids,
-                track.component_rewards,
-                progress=progress,
-                num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
-            )
+            parent = track.parent_track
+            if isinstance(normalize, InheritedAdvantages) and parent in advantages:
+                advantages[name] = normalize.of_parents(track, meta.track(parent), advantages[parent])
+            else:
+                advantages[name] = normalize(
+                    track.scored_rewards,
+                    track.group_ids,
+                    track.component_rewards,
+                    progress=progress,
+                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
+                )
             resp.attach(name, advantages=advantages[name])
         return {
             **reward_metrics(meta.track(root)),

@@ -158,6 +158,16 @@ def sizes_suit_engine_and_devices(run: ComposedRun) -> Messages:
                 )
 
 
+def stages_have_the_same_steps(run: ComposedRun) -> Messages:
+    """Samples of a stage have the same stochastic steps."""
+    for stage in run.stages:
+        if run.is_staged and stage.sampling.get("one_step") is not None:
+            yield (
+                f"{stage.sampling.at}.one_step = {stage.sampling.get('one_step')}: where several stages sample, the "
+                "samples of a stage have the same stochastic steps. Set it to null."
+            )
+
+
 def _readers(run: ComposedRun) -> Iterator[tuple[Stage, Part]]:
     return ((stage, stage.reads) for stage in run.stages if stage.reads is not None)
 
@@ -171,4 +181,5 @@ RULES = (
     stages_answer_whole,
     a_policy_is_pushed_to_one_engine,
     sizes_suit_engine_and_devices,
+    stages_have_the_same_steps,
 )

@@ -46,6 +46,11 @@ class TransitionStats(Protocol):
         """[R] float32 diffusion coefficient, std / sqrt(-dt), or None for a kernel that has none."""
         ...
 
+    @property
+    def gain_R(self) -> Tensor:
+        """[R] float32 derivative of the mean by the velocity; without gradients."""
+        ...
+
 
 class DiffusionPipeline(Protocol):
     """A diffusion model that can sample a trajectory and replay rows of it."""
