@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unirl.sde.kernels import (
+    ConsistencySDEStrategy,
     CPSSDEStrategy,
     DanceSDEStrategy,
     DDIMStrategy,
@@ -16,7 +17,7 @@ from unirl.sde.kernels import (
 from unirl.sde.likelihood import transition_kl
 from unirl.sde.schedule import diffusers_sigmas, linear_sigmas
 
-KERNELS = [FlowSDEStrategy, DanceSDEStrategy, FlashSDEStrategy, CPSSDEStrategy, DDIMStrategy]
+KERNELS = [FlowSDEStrategy, DanceSDEStrategy, FlashSDEStrategy, CPSSDEStrategy, ConsistencySDEStrategy, DDIMStrategy]
 SHAPE = (3, 2, 4, 5)
 N = 2 * 4 * 5
 SIGMA_R = torch.tensor([1.0, 0.75, 0.4286])
@@ -32,7 +33,7 @@ def reference_step(name: str, x: Tensor, v: Tensor, sigma: float, sigma_next: fl
     """Mean and std of one row in float64, from the papers: drift plus score for the SDEs, kept noise for the others."""
     x, v = x.double(), v.double()
     x0, eps = x - sigma * v, x + (1 - sigma) * v
-    if name in ("cps", "ddim"):
+    if name in ("cps", "consistency", "ddim"):
         share = math.sin(eta * math.pi / 2)
         if name == "ddim":
             share = eta * math.sqrt(1 - (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** 2)
@@ -124,7 +125,7 @@ def test_gradient_with_respect_to_velocity_is_the_closed_form(kernel_class, redu
     for row in range(3):
         sigma, sigma_next = SIGMA_R[row].item(), SIGMA_NEXT_R[row].item()
         y, mean, std = out.next[row].detach().double(), out.mean[row].detach().double(), out.std_R[row].item()
-        if kernel.name in ("cps", "ddim"):
+        if kernel.name in ("cps", "consistency", "ddim"):
             kappa = -sigma * (1 - sigma_next) + (1 - sigma) * math.sqrt(max(sigma_next**2 - std**2, 0))
             expected = kappa * (y - mean) / share * (2 if kernel.name == "cps" else 1 / std**2)
         else:
@@ -345,12 +346,53 @@ def test_common_mistakes_are_named(kernel_class):
         kernel_class(reduction="median")
 
 
-def test_only_cps_is_not_gaussian_and_only_ddim_has_no_last_step():
+def test_only_cps_is_not_gaussian_and_densities_without_noise_take_no_last_step():
     assert [(kernel.name, kernel.is_gaussian) for kernel in KERNELS] == [
         ("flow", True),
         ("dance", True),
         ("flash", True),
         ("cps", False),
+        ("consistency", True),
         ("ddim", True),
     ]
-    assert [kernel.name for kernel in KERNELS if not kernel.takes_last_step] == ["ddim"]
+    assert [kernel.name for kernel in KERNELS if not kernel.takes_last_step] == ["consistency", "ddim"]
+
+
+def test_ddim_with_all_its_noise_is_the_stochastic_dpm_solver_of_first_order():
+    """diffusers' "sde-dpmsolver++" of order 1 along Sana's grid, every step but the last, which has no noise."""
+    scheduler = pytest.importorskip("diffusers").DPMSolverMultistepScheduler(
+        algorithm_type="sde-dpmsolver++",
+        solver_order=1,
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        prediction_type="flow_prediction",
+        final_sigmas_type="zero",
+    )
+    scheduler.set_timesteps(8)
+    sigmas = scheduler.sigmas.float()
+    x, kernel = draw(0), DDIMStrategy()
+    for step in range(7):
+        velocity, noise = draw(10 + step), draw(20 + step)
+        sigma_R, sigma_next_R = sigmas[step].expand(3), sigmas[step + 1].expand(3)
+        ours = kernel.step(x, velocity, sigma_R, sigma_next_R, eta=1.0, sigma_max=float(sigmas[1]), noise=noise)
+        theirs = scheduler.step(velocity, scheduler.timesteps[step], x, variance_noise=noise).prev_sample
+        torch.testing.assert_close(ours.next, theirs, rtol=1e-4, atol=1e-5)
+        density = torch.distributions.Normal(ours.mean.double(), ours.std_R.double().view(3, 1, 1, 1))
+        expected = density.log_prob(ours.next.double()).flatten(1).mean(dim=1)
+        assert ours.logp_R is not None
+        torch.testing.assert_close(ours.logp_R.double(), expected, rtol=1e-4, atol=1e-4)
+        x = theirs
+
+
+def test_consistency_steps_noise_the_predicted_clean_latent_anew():
+    """With eta = 1: N((1 - sigma') x0, sigma'^2), by torch's own density; other than that the latent is CPS's."""
+    out = take_step(ConsistencySDEStrategy(), eta=1.0, noise=draw(2))
+    x0 = draw(0).double() - SIGMA_R.double().view(3, 1, 1, 1) * draw(1).double()
+    following = SIGMA_NEXT_R.double().view(3, 1, 1, 1)
+    mean = (1 - following) * x0
+    torch.testing.assert_close(out.next.double(), mean + following * draw(2).double(), rtol=1e-5, atol=1e-5)
+    assert out.logp_R is not None
+    expected = torch.distributions.Normal(mean, following).log_prob(out.next.double()).flatten(1).mean(dim=1)
+    torch.testing.assert_close(out.logp_R.double(), expected, rtol=2e-5, atol=2e-5)
+    cps = take_step(CPSSDEStrategy(), eta=1.0, noise=draw(2))
+    assert torch.equal(cps.next, out.next) and not torch.equal(cps.logp_R, out.logp_R)

@@ -11,7 +11,7 @@ eps_hat. Arithmetic is float32 whatever comes in. Every row carries its own sigm
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -266,6 +266,30 @@ class CPSSDEStrategy(SDEStrategy):
         return -reduce_elements((y.detach().float() - transition.mean).square(), self.reduction)
 
 
+class ConsistencySDEStrategy(CPSSDEStrategy):
+    """The steps of CPS with their density; at eta = 1 those of consistency sampling, N((1 - sigma_next) x0,
+    sigma_next^2).
+
+    A few-step model predicts a clean latent and noises it anew, which is this step; CM-GRPO takes it as its policy.
+    Other than CPS's published log-prob this one is of a Gaussian, so KL and trust regions are exact, and the step to
+    sigma = 0, which has no noise, has none. Source: CM-GRPO (arXiv 2605.15190).
+    """
+
+    name = "consistency"
+    is_gaussian = True
+    takes_last_step = False
+
+    def transition(
+        self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
+    ) -> Transition:
+        moved = super().transition(x, velocity, sigma_R, sigma_next_R, eta=eta, sigma_max=sigma_max)
+        return replace(moved, q_R=moved.std_R / (sigma_R.float() - sigma_next_R.float()).sqrt())
+
+    def log_prob(self, y: Tensor, transition: Transition) -> Tensor:
+        """log p(y | transition), [R] float32. y [R, ...] is detached."""
+        return gaussian_log_prob(y, transition.mean, transition.std_R, self.reduction)
+
+
 class DDIMStrategy(SDEStrategy):
     """DDIM with the noise level eta: 0 is its deterministic step, 1 the ancestral step of DDPM; eta in [0, 1].
 
@@ -275,7 +299,10 @@ class DDIMStrategy(SDEStrategy):
     DDIMScheduler, whose log-probability `published_log_prob` gives; it serves a flow-matching model as well, where
     short steps are those of the Flow kernel with sqrt(2) eta. A density, so `kl` and trust regions are exact. The step
     to sigma = 0 has no noise. `sigma_max` does not enter.
-    Sources: DDIM (arXiv 2010.02502), equations 12 and 16; as a policy DDPO (arXiv 2305.13301).
+    At eta = 1 it is the stochastic DPM-Solver++ of first order too (diffusers' "sde-dpmsolver++"): e^-h is rho. One of
+    second order has no exact density, since what it takes from the step before is the model's own prediction.
+    Sources: DDIM (arXiv 2010.02502), equations 12 and 16; as a policy DDPO (arXiv 2305.13301); DPM-Solver++ (arXiv
+    2211.01095), SDE-DPM-Solver++.
     """
 
     name = "ddim"
