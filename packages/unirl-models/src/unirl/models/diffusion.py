@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -75,15 +76,18 @@ def stochastic_steps(params: DiffusionSamplingParams) -> list[int]:
 
 
 def walked_together(
-    velocity_of: Callable[[list[int]], Velocity], start_keys: Sequence[str], own_steps: Sequence[int]
+    velocity_of: Callable[[list[int]], Velocity], start_keys: Sequence[str], own_steps: Sequence[int], start: int
 ) -> Velocity:
     """The velocity of all samples, asked once for those of one start that have not come to their own step yet.
 
     They are at the same latent until then, so one row stands for them. velocity_of(rows): that of these samples.
+    start: the step of the first call; the loop asks once for each that follows, so no step is read from the device.
     """
 
+    steps = count(start)
+
     def run(x_B: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
-        step = int(step_B[0])
+        step = next(steps)
         first = list(range(len(own_steps)))
         seen: dict[str, int] = {}
         for row, own in enumerate(own_steps):

@@ -147,7 +147,7 @@ class DiffusionPipeline:
         velocities = velocity_of
         if own_steps is not None and start_keys is not None and self.forward_batch_size is None:
             # Ranks that share a model's shards must run equally many forwards, so rows that are cut are not left out.
-            together = walked_together(velocity_of, start_keys, own_steps)
+            together = walked_together(velocity_of, start_keys, own_steps, start)
             velocities = lambda rows: together  # noqa: E731
         trajectory = sample_shared(
             velocities,

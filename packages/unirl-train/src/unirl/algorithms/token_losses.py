@@ -14,7 +14,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from unirl.algorithms.gae import padded
 from unirl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio, same_shape
 from unirl.types.devices import wide_float, widened
 from unirl.types.errors import ConfigError, ContractError
@@ -98,15 +97,22 @@ def optimal_token_advantages(value_B: Tensor, energy_M: Tensor, lengths_B: Tenso
         raise ContractError(
             f"{lengths_B.numel()} sequences with {value_B.numel()} values are not groups of {samples_per_group}"
         )
-    energy_BT = widened(padded(energy_M.detach(), lengths_B))
-    is_real_BT = torch.arange(energy_BT.shape[1], device=energy_BT.device) < lengths_B.to(energy_BT.device)[:, None]
-    total_UGT = torch.where(is_real_BT, energy_BT.cumsum(1), 0.0).unflatten(0, (-1, samples_per_group))
-    value_BT = widened(value_B.detach()).to(energy_BT.device)[:, None].expand_as(energy_BT)
-    value_UGT = value_BT.unflatten(0, (-1, samples_per_group))
+    # Packed throughout: no length is read back from the device.
+    num_tokens = energy_M.numel()
+    index_M = torch.arange(lengths_B.numel(), device=lengths_B.device).repeat_interleave(
+        lengths_B, output_size=num_tokens
+    )
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    sums = widened(energy_M.detach()).cumsum(0)
+    total_M = sums - torch.cat([sums.new_zeros(1), sums])[starts_B[index_M]]
+    position_M = torch.arange(num_tokens, device=lengths_B.device) - starts_B[index_M]
+    place_M = index_M.div(samples_per_group, rounding_mode="floor") * num_tokens + position_M
+    value_M = widened(value_B.detach()).to(sums.device)[index_M]
+    size = lengths_B.numel() // samples_per_group * num_tokens
+    weight = sums.new_zeros(size).index_add(0, place_M, total_M)
+    weighted = sums.new_zeros(size).index_add(0, place_M, value_M * total_M)
     # Where no token could have been another one, every score is 0, and so is what an advantage does.
-    weight_UT = total_UGT.sum(1).clamp(min=torch.finfo(total_UGT.dtype).tiny)
-    baseline_UT = (value_UGT * total_UGT).sum(1) / weight_UT
-    return (value_UGT - baseline_UT[:, None]).flatten(0, 1)[is_real_BT]
+    return value_M - (weighted / weight.clamp(min=torch.finfo(sums.dtype).tiny))[place_M]
 
 
 def truncated_ratio_loss(
