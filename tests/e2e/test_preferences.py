@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from unirl.config.runs import run_of
+from unirl.tracking.jsonl import JsonlTracker
 from unirl.trainer.commands import run_recipe
 from unirl.types.errors import DataError
 
@@ -24,6 +25,18 @@ def test_given_pairs_train_and_the_policy_is_evaluated(recipe, tmp_path):
     assert before["reward"] == pytest.approx(before["labels"]) and after["reward"] != before["reward"]
     state = json.loads((tmp_path / "checkpoints" / "step-000002" / "driver_state.json").read_text())
     assert state["next_rollout"] == 2
+
+
+def test_given_drawings_are_learned(recipe, tmp_path):
+    small = recipe(
+        "sft/shapes", "sampling.samples_per_prompt=1", "batch_size=8", "eval.num_samples=64", f"run_dir={tmp_path}"
+    )
+    summary = run_recipe(run_of(small), tmp_path, [JsonlTracker()], threading.Event())
+    assert summary["num_samples"] == 16
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # The verifier confirms every drawing; what an evaluation samples is the policy's.
+    assert [each["reward/shapes/strict/mean"] for each in metrics if "train/loss" in each] == [1.0, 1.0]
+    assert summary["eval_before"]["overall"]["shapes/strict"] < 1 > summary["eval_after"]["overall"]["shapes/strict"]
 
 
 def test_a_picture_that_goes_missing_is_named(recipe, tmp_path):

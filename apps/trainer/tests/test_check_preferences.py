@@ -15,6 +15,7 @@ from unirl.types.recipe import Machine
 from .changed_recipes import changed
 
 ONLINE, OFFLINE, AWM, RAFT = (f"worlds/shapes/{name}" for name in ("online_dpo", "dpo", "awm", "raft"))
+TARGETS = "sft/shapes"
 PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 
 
@@ -22,7 +23,7 @@ PLENTY = Machine(num_cpus=1024, num_gpus=1024)
 def recipes():
     """The recipes of these tests, resolved once."""
     register_resolvers()
-    return {name: resolve(compose(name)) for name in (ONLINE, OFFLINE, AWM, RAFT)}
+    return {name: resolve(compose(name)) for name in (ONLINE, OFFLINE, AWM, RAFT, TARGETS)}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ def recipes():
         ),
         (
             OFFLINE,
+            {"data._target_": "unirl.data.data_source.MultimodalRLDataSource"},
+            "the engine takes the images of the data, but MultimodalRLDataSource brings none",
+        ),
+        (
+            TARGETS,
+            {"sampling.samples_per_prompt": 4},
+            "sampling.samples_per_prompt = 4, but a row of TargetDataSource has one target",
+        ),
+        (
+            TARGETS,
             {"data._target_": "unirl.data.data_source.MultimodalRLDataSource"},
             "the engine takes the images of the data, but MultimodalRLDataSource brings none",
         ),

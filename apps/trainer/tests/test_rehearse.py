@@ -21,6 +21,7 @@ from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
+from unirl.data.targets import read_targets
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
 
@@ -231,6 +232,15 @@ def test_preferences_get_pairs_of_images_and_evaluations_prompts_alone(tmp_path:
     assert len(row.metadata["images"]) == 2
     assert run.evaluation is not None
     assert not any(row.metadata for row in read_rows(run.evaluation.get("prompts")))
+
+
+def test_targets_are_images_or_videos_of_the_size_of_the_recipe(tmp_path: Path) -> None:
+    for name in ("sft/sd35_lora", "sft/wan21_lora"):
+        run = share_of(checked(name), tmp_path / name).run
+        height, width = run.sampling.get("height"), run.sampling.get("width")
+        path, num_frames = run.data.get("path"), run.sampling.get("num_frames", 1)
+        (row, *_) = read_targets(path, size=(height, width), num_frames=num_frames)
+        assert len(row.metadata["images"]) == 1
 
 
 def test_ranks_that_share_samples_each_rehearse_those_of_their_group(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from PIL import Image
 from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
 
 from unirl.rollout.engine.offline.engine import OfflineRolloutEngine
-from unirl.rollout.engine.offline.pictures import read_pictures
+from unirl.rollout.engine.offline.pictures import read_pictures, read_videos
 from unirl.types.errors import ConfigError, ContractError, DataError
 
 GIVEN = replace(PARAMS, eta=0.0, sde_indices=[], height=3, width=3)
@@ -117,3 +117,55 @@ def test_pictures_of_other_kinds_become_rgb_and_broken_ones_are_named(tmp_path):
 
 def test_latents_have_the_shape_that_was_asked_for(sheet):
     assert list(offline().generate(pairs(sheet)).root_track().segment.clean_latents.shape[1:]) == list(SHAPE)
+
+
+class VideoPipeline(LinearPipeline):
+    """Encodes videos to the mean of their first two channels over the frames."""
+
+    def encode_media(self, media):
+        frames = media.frames.view(media.batch_size, -1, *media.frames.shape[1:])
+        return frames.mean(1)[:, :2] * 2 - 1
+
+
+def frames_of(folder, values):
+    """A folder of images of 3 x 3 pixels, one value each."""
+    folder.mkdir()
+    for number, value in enumerate(values):
+        Image.new("RGB", (3, 3), (value, value, value)).save(folder / f"{number}.png")
+    return str(folder)
+
+
+def test_given_videos_come_out_as_a_rollout(tmp_path):
+    rows = [{"images": [frames_of(tmp_path / "a", [0, 51, 255])]}, {"images": [frames_of(tmp_path / "b", [51, 102])]}]
+    params = replace(GIVEN, num_frames=2)
+    req = request(2, params).replace(sample_ids=["g0:sample:0", "g1:sample:0"], metadata=rows)
+    track = offline(pipeline=VideoPipeline()).generate(req).root_track()
+    assert track.decoded.frames.shape == (4, 3, 3, 3)
+    assert track.segment.clean_latents[:, 0, 0, 0].tolist() == pytest.approx([-0.8, -0.4])
+
+
+def test_a_video_file_gives_its_first_frames(tmp_path):
+    av = pytest.importorskip("av")
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as video:
+        stream = video.add_stream("libx264", rate=4, options={"qp": "0"})
+        stream.width = stream.height = 16
+        stream.pix_fmt = "yuv444p"
+        for value in (0, 128, 255):
+            image = Image.new("RGB", (16, 16), (value, value, value))
+            video.mux(stream.encode(av.VideoFrame.from_image(image).reformat(format="yuv444p")))
+        video.mux(stream.encode(None))
+    (frames,) = read_videos([str(path)], 2, 16, 16)
+    assert frames.shape == (2, 3, 16, 16)
+    assert frames.mean((1, 2, 3)).tolist() == pytest.approx([0, 128 / 255], abs=0.02)
+    with pytest.raises(DataError, match="has 3 frames, and 4 are needed"):
+        read_videos([str(path)], 4, 16, 16)
+    with pytest.raises(DataError, match="has frames of 16 x 16 pixels .* not 8 x 8"):
+        read_videos([str(path)], 2, 8, 8)
+
+
+def test_a_file_that_is_no_video_is_named(tmp_path):
+    pytest.importorskip("av")
+    (tmp_path / "a.mp4").write_text("no video")
+    with pytest.raises(DataError, match=r"a\.mp4 cannot be read as a video"):
+        read_videos([str(tmp_path / "a.mp4")], 1, 8, 8)

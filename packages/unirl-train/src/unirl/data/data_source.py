@@ -54,6 +54,8 @@ class MultimodalRLDataSource:
     """True if its rows bring their own images (`unirl.types.preference`), for engines that need them.
 
     `trainer check` reads it without importing the class, so a source that brings some sets it to the literal True."""
+    brings_targets: ClassVar[bool] = False
+    """True if what its rows bring is to be learned as it is (`unirl.data.targets`), and not judged; read likewise."""
 
     def __init__(self, path: str, seed: int = 0, shuffle: bool = True, split: str | None = None) -> None:
         self.path = Path(path)

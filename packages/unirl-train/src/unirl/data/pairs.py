@@ -67,7 +67,7 @@ def _checked(row: PromptRow, where: str, folder: Path, size: tuple[int, int] | N
         )
     references = [str(folder / item) for item in images]
     for item, reference in zip(images, references, strict=True):
-        problem = _problem(reference, size)
+        problem = image_problem(reference, size)
         if problem is not None:
             raise DataError(f"{where}: image {item} {problem}")
     return replace(row, metadata={**row.metadata, IMAGES: references})
@@ -79,8 +79,8 @@ def _are_numbers(values: Any) -> TypeGuard[list[float]]:  # Any: a JSON value
     )
 
 
-def _problem(reference: str, size: tuple[int, int] | None) -> str | None:
-    """What is wrong with an image, None where nothing is."""
+def image_problem(reference: str, size: tuple[int, int] | None) -> str | None:
+    """What is wrong with an image, None where nothing is. size: see `read_pairs`."""
     path, tile = split_reference(reference)
     found = _picture_size(path)
     if isinstance(found, str):

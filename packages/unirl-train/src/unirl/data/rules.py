@@ -12,6 +12,7 @@ from pathlib import Path
 
 from unirl.data.datasets import PromptRow, check_dataset_folder, not_readable_as_text, read_numbered_rows
 from unirl.data.pairs import read_pairs
+from unirl.data.targets import read_targets
 from unirl.types.episodes import MOVES
 from unirl.types.errors import DataError
 from unirl.types.messages import demonstration
@@ -43,7 +44,9 @@ def _wrong_rows(own: Part, run: Run, place: Path) -> Messages:
         if place.is_dir():
             check_dataset_folder(place)  # its rows take a library that a check does without
             return
-        if own.ability("brings_images"):
+        if own.ability("brings_targets"):
+            numbered = [(row.prompt_id, row) for row in _read_targets(own, run, place)]
+        elif own.ability("brings_images"):
             numbered = [(row.prompt_id, row) for row in _read_pairs(own, run, place)]
         else:
             numbered = read_numbered_rows(place)
@@ -205,6 +208,12 @@ def _num_conditions(row: PromptRow) -> int:
 def _num_frames(row: PromptRow) -> dict[str, int]:
     """Number of frames of a row's videos, by role."""
     return dict(Counter(ref.role for ref in row.media if ref.modality == "video"))
+
+
+def _read_targets(own: Part, run: Run, path: Path) -> list[PromptRow]:
+    """The rows of a file of targets, checked against the recipe's size."""
+    size = (run.sampling.get("height"), run.sampling.get("width"))
+    return read_targets(path, size=size, num_frames=run.sampling.get("num_frames", 1))
 
 
 def _read_pairs(own: Part, run: Run, path: Path) -> list[PromptRow]:

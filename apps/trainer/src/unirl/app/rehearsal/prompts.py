@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from unirl.data.targets import TARGET
 from unirl.datasets.catalog import set_of
 from unirl.types.preference import IMAGES, SCORES
 
@@ -25,11 +26,13 @@ def write_prompts(
     folder: Path,
     num_frames: int,
     pair_size: tuple[int, int] | None,
+    *,
+    brings_targets: bool = False,
 ) -> dict[str, Any]:
     """The section `data` of a rehearsal.
 
-    num_frames: of the videos that prompts bring. pair_size: (height, width) of the images of a preference, for sets of
-    them.
+    num_frames: of the videos that prompts bring. pair_size: (height, width) of the images of a preference, or of a
+    target, for sets of them.
     """
     path = Path(str(data["path"])).expanduser()
     if path.exists():
@@ -40,7 +43,9 @@ def write_prompts(
         for modality, role in (() if known is None else known.media)
     ]
     own: dict[str, Any] = {"media": media} if media else {}
-    if pair_size is not None:
+    if pair_size is not None and brings_targets:
+        own |= {TARGET: _write_target(folder, pair_size, num_frames)}
+    elif pair_size is not None:
         own = {IMAGES: _write_pair(folder, pair_size), SCORES: [1, 0]}
     file = _write_rows(folder / "prompts.jsonl", own)
     return {**{key: value for key, value in data.items() if key != "split"}, "path": str(file)}
@@ -55,6 +60,18 @@ def _write_rows(file: Path, own: Mapping[str, Any]) -> Path:  # Any: JSON
     """Write a row for each text, with values that all rows have."""
     file.write_text("".join(json.dumps({"prompt": text, **own}) + "\n" for text in TEXTS), encoding="utf-8")
     return file
+
+
+def _write_target(folder: Path, size: tuple[int, int], num_frames: int) -> str:
+    """Make an image, or a folder of the frames of a video; returns its name in the folder."""
+    image = Image.new("RGB", size[::-1], "white")
+    if num_frames == 1:
+        image.save(folder / "target.png")
+        return "target.png"
+    (folder / "target").mkdir()
+    for number in range(num_frames):
+        image.save(folder / "target" / f"{number:05}.png")
+    return "target"
 
 
 def _write_pair(folder: Path, size: tuple[int, int]) -> list[str]:

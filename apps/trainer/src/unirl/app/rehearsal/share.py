@@ -126,7 +126,13 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     frames = max(stage.sampling.get("num_frames", 1) for stage in run.stages)
     size = run.stages[0].sampling.get("height"), run.stages[0].sampling.get("width")
     brings_images = bool(run.data.ability("brings_images"))
-    recipe["data"] = write_prompts(recipe["data"], folder, frames, size if brings_images else None)
+    recipe["data"] = write_prompts(
+        recipe["data"],
+        folder,
+        frames,
+        size if brings_images else None,
+        brings_targets=bool(run.data.ability("brings_targets")),
+    )
     prompts_of_eval = eval_prompts(recipe["data"], folder, brings_images=brings_images)
     evaluated = _evaluate_one_forward(recipe, prompts_of_eval, run, next(iter(works.values())), num_ranks)
     for at, bundle in _bundles(recipe):

@@ -3,7 +3,8 @@
 Of every pair the chosen image is a drawing that shows what the prompt asks for, the rejected one a drawing that is
 wrong in one respect. Both are what the base draws, so their difference is what it has to learn. The verifier confirms
 every image. Prompts are those of RL training; none is held out.
-The folder gets `pairs.jsonl` and `pairs.png`, a sheet of tiles, see `unirl.types.preference`.
+The folder gets `pairs.jsonl`, `chosen.jsonl` with the chosen images alone as targets of fine-tuning, and `pairs.png`, a
+sheet of tiles, see `unirl.types.preference`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def draw_pairs(num_pairs: int, seed: int) -> list[tuple[str, np.ndarray, np.ndar
 
 
 def write_pairs(folder: Path, pairs: list[tuple[str, np.ndarray, np.ndarray]]) -> None:
-    """Write `pairs.jsonl` and the sheet `pairs.png`, chosen and rejected next to each other."""
+    """Write `pairs.jsonl`, `chosen.jsonl` and the sheet `pairs.png`, chosen and rejected next to each other."""
     folder.mkdir(parents=True, exist_ok=True)
     write_sheet(folder / "pairs.png", [picture for _, *both in pairs for picture in both], COLUMNS)
     lines = [
@@ -59,6 +60,17 @@ def write_pairs(folder: Path, pairs: list[tuple[str, np.ndarray, np.ndarray]]) -
         for index, (prompt, _, _) in enumerate(pairs)
     ]
     (folder / "pairs.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    targets = [
+        json.dumps(
+            {
+                "prompt": prompt,
+                "prompt_id": f"shapes-drawing-{index:04d}",
+                "metadata": {"category": parse_prompt(prompt).category, "target": f"pairs.png#{2 * index}"},
+            }
+        )
+        for index, (prompt, _, _) in enumerate(pairs)
+    ]
+    (folder / "chosen.jsonl").write_text("".join(line + "\n" for line in targets), encoding="utf-8")
 
 
 def _confirmed(

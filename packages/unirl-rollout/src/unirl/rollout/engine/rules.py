@@ -13,7 +13,14 @@ def images_are_given(own: Part, run: Run) -> Messages:
     if not run.data.ability("brings_images"):
         yield (
             f"the engine takes the images of the data, but {run.data.name} brings none. Set data._target_: "
-            "unirl.data.pairs.PreferenceDataSource, or brings_images = True in a class that does bring them."
+            "unirl.data.pairs.PreferenceDataSource or unirl.data.targets.TargetDataSource, or brings_images = True in "
+            "a class that does bring them."
+        )
+    per_prompt = run.sampling.get("samples_per_prompt", 1)
+    if run.data.ability("brings_targets") and per_prompt != 1:
+        yield (
+            f"sampling.samples_per_prompt = {per_prompt}, but a row of {run.data.name} has one target. Set "
+            "sampling.samples_per_prompt: 1."
         )
     eta = run.sampling.get("eta", 0.0)
     if eta > 0:

@@ -1,4 +1,5 @@
-"""Returns images from the data instead of samples, so that training on preference data looks like any other rollout.
+"""Returns images or videos from the data instead of samples, so that training on preference data, and supervised
+fine-tuning, look like any other rollout.
 
 If the rows of a request have images (`unirl.types.preference`), the response has these, encoded to clean latents. Other
 requests, such as evaluations, are sampled from the policy.
@@ -9,17 +10,18 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unirl.rollout.checks import diffusion_params, pinned_sigmas, verify_segment
-from unirl.rollout.engine.offline.pictures import read_pictures
+from unirl.rollout.engine.offline.pictures import read_pictures, read_videos
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Images
+from unirl.types.media import Images, Videos
 from unirl.types.preference import given_image
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
 
 
 class OfflineRolloutEngine(TrainsideRolloutEngine):
-    """Returns the images in the rows of a request; samples if they have none.
+    """Returns the images or videos in the rows of a request; samples if they have none.
 
     Arguments: see `TrainsideRolloutEngine`; forward_batch_size also bounds how many images are encoded together. The
     response stores only the clean latents, and no policy version, since the policy did not make these images.
@@ -45,16 +47,22 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
         if params.eta > 0:
             raise ConfigError(f"given images have no stochastic steps: sampling.eta = {params.eta} must be 0")
         sigmas = pinned_sigmas(req, params)
-        images = Images(pixels=read_pictures(given, params.height, params.width).to(self._device))
-        latents = self._pipeline.encode_media(images)
+        media = self._read(given, params)
+        latents = self._pipeline.encode_media(media)
         if list(latents.shape[1:]) != req.init_noise_latent_shape:
             raise ContractError(
-                f"encoded images are {tuple(latents.shape)}, the request's latents {req.init_noise_latent_shape}"
+                f"encoded media are {tuple(latents.shape)}, the request's latents {req.init_noise_latent_shape}"
             )
         segment = LatentSegment(
             latents=latents[:, None], sigmas=sigmas, indices=[params.num_inference_steps], params=params
         )
         verify_segment(segment, sigmas, params)
         conditions = self._pipeline.encode(req.primitives, params)
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(images))
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(media))
         return RolloutResp(tracks={self._track: track})
+
+    def _read(self, references: list[str], params: DiffusionSamplingParams) -> Images | Videos:
+        size = params.height, params.width
+        if params.num_frames == 1:
+            return Images(pixels=read_pictures(references, *size).to(self._device))
+        return Videos.pack(frames=[each.to(self._device) for each in read_videos(references, params.num_frames, *size)])

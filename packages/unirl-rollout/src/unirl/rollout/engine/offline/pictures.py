@@ -1,8 +1,10 @@
-"""Images of a data file as tensors. Legend: B images, H W pixels."""
+"""Images and videos of a data file as tensors. Legend: B images, T frames, H W pixels."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from PIL import Image, UnidentifiedImageError
@@ -20,6 +22,51 @@ def read_pictures(references: Sequence[str], height: int, width: int) -> Tensor:
     """
     files = {path: _read(path) for path in dict.fromkeys(split_reference(reference)[0] for reference in references)}
     return torch.stack([_part(files, reference, height, width) for reference in references]).float() / 255
+
+
+def read_videos(references: Sequence[str], num_frames: int, height: int, width: int) -> list[Tensor]:
+    """The first `num_frames` frames of each video, [T, 3, H, W], float32 in [0, 1].
+
+    references: folders of images, or files that PyAV reads. Raises DataError if a video is missing, broken, too short
+    or of another size.
+    """
+    return [_frames(reference, num_frames, height, width) for reference in references]
+
+
+def _frames(reference: str, num_frames: int, height: int, width: int) -> Tensor:
+    place = Path(reference)
+    if place.is_dir():
+        files = sorted(str(file) for file in place.iterdir() if file.is_file())
+        if len(files) >= num_frames:
+            return read_pictures(files[:num_frames], height, width)
+        found = len(files)
+    else:
+        frames = _decoded(reference, num_frames)
+        found = len(frames)
+        if found == num_frames and frames[0].shape[:2] != (height, width):
+            raise DataError(
+                f"{reference} has frames of {frames[0].shape[0]} x {frames[0].shape[1]} pixels (height x width), not "
+                f"{height} x {width}. Resize it, or set sampling.height and sampling.width."
+            )
+        if found == num_frames:
+            return torch.stack(frames).permute(0, 3, 1, 2).float() / 255
+    raise DataError(f"{reference} has {found} frames, and {num_frames} are needed. Remove it, or lower num_frames.")
+
+
+def _decoded(path: str, num_frames: int) -> list[Tensor]:
+    """At most so many frames of a file, [H, W, 3] bytes."""
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(
+            f"{path} is a video file, which PyAV reads: pip install 'av>=14'. Or give a folder of images."
+        ) from error
+    try:
+        with av.open(path) as container:
+            frames = itertools.islice(container.decode(video=0), num_frames)
+            return [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in frames]
+    except (OSError, IndexError, av.FFmpegError) as error:
+        raise DataError(f"{path} cannot be read as a video: {as_sentence(error)} Mend or remove it.") from error
 
 
 def _read(path: str) -> Tensor:
