@@ -39,7 +39,7 @@ PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 SMALL_BYTES = 1 << 20
 """A larger tensor that leaves the device shares one zero in host memory."""
 MASKS = (torch.bool, torch.uint8)
-MOST_VALUES = 1 << 16
+MOST_VALUES = 1 << 20
 """Elements of a tensor up to which its values are kept."""
 RANDOM = frozenset(
     getattr(packet, overload)

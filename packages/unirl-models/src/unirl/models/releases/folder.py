@@ -25,6 +25,7 @@ with from_extra("diffusers"):
 ALIASES: Mapping[str, str] = {
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
     "./models/sd3-controlnet-canny": "InstantX/SD3-Controlnet-Canny",
+    "black-forest-labs/FLUX.2-klein-4B": "black-forest-labs/FLUX.2-klein-base-4B",  # distilled from it
 }
 """Names in recipes -> releases with the same models."""
 LIBRARIES: Mapping[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
