@@ -3,6 +3,7 @@
 # ruff: noqa: INP001 - next to scripts, no package
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -42,7 +43,9 @@ class NoCheckpoints:
         """There are none."""
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
-    def save(self, step: int, driver_state: dict[str, Any], score: float | None = None) -> None:
+    def save(
+        self, step: int, driver_state: dict[str, Any], score: float | None = None, kept: Sequence[str] = ()
+    ) -> None:
         """Forget it."""
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)

@@ -630,7 +630,8 @@ def is_enforced(path, name):
 NO_BOUNDS = {
     "rank",
     "MultimodalRLDataSource.seed",
-    "PreferenceDataSource.seed",  # the trainer sets them
+    "PreferenceDataSource.seed",
+    "TargetDataSource.seed",  # the trainer sets them
     "margin",  # of a reward, which may be any number
     "strict_weight",
     "soft_weight",  # of a part of one

@@ -26,6 +26,7 @@ RELEASED = {
     "black-forest-labs/FLUX.1-dev": (28, 1.0),
     "hunyuanvideo-community/HunyuanVideo": (50, 1.0),
     "hunyuanvideo-community/HunyuanVideo-I2V": (50, 1.0),
+    "black-forest-labs/FLUX.2-klein-4B": (4, 1.0),
     "black-forest-labs/FLUX.2-klein-base-4B": (50, 4.0),
     "black-forest-labs/FLUX.2-klein-base-9B": (50, 4.0),
     "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": (50, 3.5),

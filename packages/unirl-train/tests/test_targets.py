@@ -35,6 +35,12 @@ def test_a_target_becomes_the_one_image_of_its_row(tmp_path: Path):
     assert second.metadata["category"] == "count"
 
 
+def test_the_best_image_of_a_preference_is_a_target(tmp_path: Path):
+    path = written(tmp_path, {"prompt": "a cat", "images": ["broken.png", "good.png"], "scores": [0, 1]})
+    (row,) = read_targets(path, size=(4, 6), num_frames=1)
+    assert row.metadata["images"] == [f"{tmp_path}/good.png"]
+
+
 def test_videos_are_folders_of_images_or_files(tmp_path: Path):
     rows = read_targets(written(tmp_path, VIDEO, {**VIDEO, "target": "clip.mp4"}), size=(4, 6), num_frames=3)
     assert [row.metadata["images"] for row in rows] == [[f"{tmp_path}/frames"], [f"{tmp_path}/clip.mp4"]]

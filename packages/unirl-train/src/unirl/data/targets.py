@@ -2,7 +2,8 @@
 
 A row is `{"prompt": ..., "target": ...}`. An image is a file, or `sheet.png#k`, see `unirl.types.preference`; a video
 is a file that PyAV reads, or a folder of images, its frames in the order of their names. Paths are relative to the
-folder of the data file. A row may have images of its prompt as well, as rows of editors have.
+folder of the data file. A row may have images of its prompt as well, as rows of editors have. Of a row of preferences
+(`unirl.data.pairs`) the image with the highest score is the target.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import PromptRow, read_numbered_rows
 from unirl.data.pairs import image_problem
 from unirl.types.errors import DataError
-from unirl.types.preference import IMAGES
+from unirl.types.preference import IMAGES, SCORES
 
 TARGET = "target"
 
@@ -54,7 +55,7 @@ def read_targets(
 def _checked(
     row: PromptRow, where: str, folder: Path, size: tuple[int, int] | None, num_frames: int | None
 ) -> PromptRow:
-    target = row.metadata.get(TARGET)
+    target = row.metadata.get(TARGET, _preferred(row))
     if not isinstance(target, str) or not target:
         raise DataError(f"{where}: {TARGET} = {target!r} must be the file of what the model is to make.")
     place = folder / target
@@ -65,6 +66,14 @@ def _checked(
     if problem is not None:
         raise DataError(f"{where}: {TARGET} {target} {problem}")
     return replace(row, metadata={**row.metadata, IMAGES: [str(place)]})
+
+
+def _preferred(row: PromptRow) -> str | None:
+    """The best image of a row of preferences, None for another one."""
+    images, scores = row.metadata.get(IMAGES), row.metadata.get(SCORES)
+    if not isinstance(images, list) or not isinstance(scores, list) or len(images) != len(scores) or not images:
+        return None
+    return images[max(range(len(scores)), key=scores.__getitem__)]
 
 
 def _video_problem(place: Path, size: tuple[int, int] | None, num_frames: int | None) -> str | None:

@@ -100,27 +100,31 @@ class TrainingRate:
         self._peak = None if rates is None else rates.single if backend.computes_in_float32 else rates.half
         self._counts = has_values(backend.device) and not backend.is_compiled
         self._flops_per_term: dict[Hashable, float] = {}
+        self.num_terms = 0
+        """Loss terms of this rank in the rollout that is measured, to add to."""
 
     @contextmanager
-    def measured(self, kind: Hashable, num_terms: int) -> Generator[dict[str, float]]:
+    def measured(self, kind: Hashable) -> Generator[dict[str, float]]:
         """Inside, a rollout trains that ends with its results on the host; afterwards the metrics have its rate, unless
         it was the first of its kind: that is counted, which takes time.
 
-        kind: what trains, where that changes from rollout to rollout. num_terms: loss terms of this rank.
+        kind: what trains, where that changes from rollout to rollout.
         """
         metrics: dict[str, float] = {}
-        if not self._counts or num_terms == 0:
+        self.num_terms = 0
+        if not self._counts:
             yield metrics
             return
         known = self._flops_per_term.get(kind)
         if known is None:
             with FlopCounter() as counter:
                 yield metrics
-            self._flops_per_term[kind] = counter.total / num_terms
+            if self.num_terms:
+                self._flops_per_term[kind] = counter.total / self.num_terms
             return
         started = time.perf_counter()
         yield metrics
-        rate = known * num_terms / (time.perf_counter() - started)
+        rate = known * self.num_terms / (time.perf_counter() - started)
         metrics["perf/train_tflops"] = rate / 1e12
         if self._peak is not None:
             metrics["perf/train_mfu"] = rate / self._peak

@@ -195,8 +195,7 @@ class TrainStack:
         tracks = {part.name: self._track(resp, part.name) for part, _ in taking_part}
         self._require_same_samples(tracks)
         kind = tuple((part.name, len(updates)) for part, updates in taking_part)
-        num_terms = sum(part.algorithm.num_terms(tracks[part.name]) for part, _ in taking_part)
-        with self._rate.measured(kind, num_terms) as rate:
+        with self._rate.measured(kind) as rate:
             started = time.perf_counter()
             micros: list[dict[str, list[MicroBatch]]] = [{} for _ in range(self._num_updates)]
             for part, updates in taking_part:
@@ -305,6 +304,7 @@ class TrainStack:
         num_terms = [[part.algorithm.num_terms(micro.track) for micro in micros_of[part.name]] for part in parts]
         wide = wide_float(backend.device)
         counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=wide, device=backend.device)
+        self._rate.num_terms += sum(map(sum, num_terms))
         totals = backend.collectives.all_reduce_sum(counted, "dp").tolist()
         record = RowMetrics()
         balance = GradientBalance(backend) if self._measures_balance else None

@@ -7,10 +7,12 @@ import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from unirl.types.errors import ContractError
-from unirl.types.rollout import RolloutReq
+
+if TYPE_CHECKING:  # rules of recipes read this module, and import no torch
+    from unirl.types.rollout import RolloutReq
 
 ItemT = TypeVar("ItemT")
 TooOld = Literal["wait", "drop", "correct"]
