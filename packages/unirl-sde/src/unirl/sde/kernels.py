@@ -285,9 +285,7 @@ class ConsistencySDEStrategy(CPSSDEStrategy):
         moved = super().transition(x, velocity, sigma_R, sigma_next_R, eta=eta, sigma_max=sigma_max)
         return replace(moved, q_R=moved.std_R / (sigma_R.float() - sigma_next_R.float()).sqrt())
 
-    def log_prob(self, y: Tensor, transition: Transition) -> Tensor:
-        """log p(y | transition), [R] float32. y [R, ...] is detached."""
-        return gaussian_log_prob(y, transition.mean, transition.std_R, self.reduction)
+    log_prob = SDEStrategy.log_prob  # the density, which CPS does without
 
 
 class DDIMStrategy(SDEStrategy):
