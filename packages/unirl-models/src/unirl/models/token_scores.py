@@ -29,8 +29,9 @@ def softmax_scores(logits: Tensor, tokens_N: Tensor, temperature: float) -> tupl
     """
     logp = functional.log_softmax(logits.float() / temperature, dim=-1)
     # A word of no probability has logp = -inf where the logits say so, and adds nothing: p log p -> 0.
-    entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(dim=-1)
-    collision = logp.detach().mul(2).exp().sum(dim=-1)
+    probability = logp.exp()
+    entropy = -(probability * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(dim=-1)
+    collision = torch.linalg.vector_norm(probability.detach(), dim=-1).square()
     return logp.gather(-1, tokens_N[:, None]).squeeze(-1), entropy, collision
 
 
