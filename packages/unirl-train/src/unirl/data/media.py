@@ -12,6 +12,8 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from unirl.types.preference import frame_files
+
 _PART = re.compile(r"(?P<path>.+)#xywh=(?:pixel:)?(?P<box>\d+,\d+,\d+,\d+)")
 """A media fragment of pixels, w3.org/TR/media-frags (section 4.2.2)."""
 
@@ -61,8 +63,8 @@ class MediaRef:
 def frames_of(ref: MediaRef) -> tuple[MediaRef, ...]:
     """The frames of a video, which is a folder of images, in the order of their names; empty where it has none."""
     folder = Path(ref.place()[0])
-    names = sorted(file.name for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
-    return tuple(replace(ref, uri=f"{ref.uri}/{name}") for name in names)
+    files = frame_files(folder) if folder.is_dir() else []
+    return tuple(replace(ref, uri=f"{ref.uri}/{file.name}") for file in files)
 
 
 def picture_problem(ref: MediaRef) -> str | None:

@@ -16,7 +16,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.data.datasets import PromptRow, read_numbered_rows
 from unirl.data.pairs import image_problem
 from unirl.types.errors import DataError
-from unirl.types.preference import IMAGES, SCORES
+from unirl.types.preference import IMAGES, SCORES, frame_files
 
 TARGET = "target"
 
@@ -80,7 +80,7 @@ def _video_problem(place: Path, size: tuple[int, int] | None, num_frames: int | 
     """What is wrong with a video as far as its folder tells, None where nothing is."""
     if not place.is_dir():
         return None if place.exists() or num_frames is None else f"does not exist ({place})."
-    frames = sorted(file for file in place.iterdir() if file.is_file())
+    frames = frame_files(place)
     if num_frames is not None and len(frames) < num_frames:
         return f"has {len(frames)} frames, sampling.num_frames = {num_frames}. Leave it out, or set this."
     return next((found for file in frames[:num_frames] if (found := image_problem(str(file), size)) is not None), None)

@@ -8,6 +8,7 @@ by row, of a sheet whose tiles have the size of one image.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from unirl.types.errors import ContractError
@@ -45,6 +46,11 @@ def split_reference(reference: str) -> tuple[str, int | None]:
     """Path of the image file, and the tile of a sheet or None for the whole image."""
     path, mark, tile = reference.rpartition("#")
     return (path, int(tile)) if mark and path and tile.isdecimal() else (reference, None)
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The frames of a video that is a folder of images, in the order of their names."""
+    return sorted(file for file in folder.iterdir() if file.is_file())
 
 
 def tile_corner(sheet: tuple[int, int], size: tuple[int, int], tile: int) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from unirl.types.errors import DataError, as_sentence
-from unirl.types.preference import split_reference, tile_corner
+from unirl.types.preference import frame_files, split_reference, tile_corner
 
 
 def read_pictures(references: Sequence[str], height: int, width: int) -> Tensor:
@@ -36,7 +36,7 @@ def read_videos(references: Sequence[str], num_frames: int, height: int, width: 
 def _frames(reference: str, num_frames: int, height: int, width: int) -> Tensor:
     place = Path(reference)
     if place.is_dir():
-        files = sorted(str(file) for file in place.iterdir() if file.is_file())
+        files = [str(file) for file in frame_files(place)]
         if len(files) >= num_frames:
             return read_pictures(files[:num_frames], height, width)
         found = len(files)
