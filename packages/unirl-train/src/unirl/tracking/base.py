@@ -66,3 +66,19 @@ class TakesTimeline(Protocol):
     def timeline(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
         """Lines of `timeline.jsonl`, see docs/reference/run_directory.md; Any: JSON values."""
         ...
+
+
+class WithoutSamples:
+    """The part of a tracker that keeps no samples: they lie in the run directory."""
+
+    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
+        """Not kept."""
+
+    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Not kept."""
+
+    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
+        """Not kept."""
+
+    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
+        """Not kept."""

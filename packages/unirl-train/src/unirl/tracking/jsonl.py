@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from io import TextIOWrapper
 from pathlib import Path
 
-from PIL import Image
-
-from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.base import Config, Summary, WithoutSamples
 from unirl.types.errors import ContractError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +16,7 @@ logger = logging.getLogger(__name__)
 ALERTS = "alerts.jsonl"
 
 
-class JsonlTracker:
+class JsonlTracker(WithoutSamples):
     """Writes `<run_dir>/<file_name>`, flushed after every line, and alerts to `alerts.jsonl` next to it. A resumed run
     drops the lines past its checkpoint."""
 
@@ -53,18 +51,6 @@ class JsonlTracker:
             raise ContractError("JsonlTracker.alert was called before start")
         with self._alerts.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "alarm": name, "text": text}) + "\n")
-
-    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Images lie next to the metrics; nothing to write here."""
-
-    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Files stay where they are."""
-
-    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Files stay where they are."""
-
-    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
-        """Tables lie next to the metrics; nothing to write here."""
 
     def finish(self, summary: Summary) -> None:
         """Close the file."""

@@ -8,9 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.base import Config, Summary, WithoutSamples
 from unirl.tracking.libraries import library_of
 from unirl.types.bounds import Positive, bounded
 
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @bounded("trackers.opentelemetry")
-class OpenTelemetryTracker:
+class OpenTelemetryTracker(WithoutSamples):
     """Sends traces by OTLP over HTTP to a collector, or to what takes them itself (Jaeger, Tempo, ...).
 
     endpoint: where traces are posted; None: `OTEL_EXPORTER_OTLP_ENDPOINT` and its relatives, else port 4318 of this
@@ -78,18 +76,6 @@ class OpenTelemetryTracker:
 
     def alert(self, name: str, text: str, step: int) -> None:
         """Traces have no alarms."""
-
-    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Traces have no samples."""
-
-    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Traces have no samples."""
-
-    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Traces have no samples."""
-
-    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
-        """Traces have no samples."""
 
     def finish(self, summary: Summary) -> None:
         """Nothing: `close` sends what is left."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http.server import HTTPServer
 from pathlib import Path
 from threading import Thread
 
-from PIL import Image
-
-from unirl.tracking.base import Config, Summary, TableRow
+from unirl.tracking.base import Config, Summary, WithoutSamples
 from unirl.types.bounds import NonNegativeInt, bounded
 from unirl.types.errors import ConfigError
 
@@ -22,7 +20,7 @@ _LAG = re.compile(r"schedule/lag/(newest|oldest)")
 
 
 @bounded("trackers.prometheus")
-class PrometheusTracker:
+class PrometheusTracker(WithoutSamples):
     """Serves `http://host:port/metrics` while the run lasts.
 
     host: address to serve at; 127.0.0.1 is this machine alone. port: 0 takes a free one. Every metric of a run is there
@@ -110,18 +108,6 @@ class PrometheusTracker:
     def alert(self, name: str, text: str, step: int) -> None:
         """Count the alarm."""
         self._alarms.labels(name).inc()
-
-    def image(self, name: str, picture: Image.Image, step: int, captions: Sequence[str]) -> None:
-        """Prometheus keeps numbers alone."""
-
-    def video(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Prometheus keeps numbers alone."""
-
-    def sound(self, name: str, files: Sequence[Path], step: int, captions: Sequence[str]) -> None:
-        """Prometheus keeps numbers alone."""
-
-    def table(self, name: str, rows: Sequence[TableRow], step: int) -> None:
-        """Prometheus keeps numbers alone."""
 
     def finish(self, summary: Summary) -> None:
         """Nothing: what was scraped stays in Prometheus."""
