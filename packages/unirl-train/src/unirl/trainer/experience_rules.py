@@ -6,7 +6,7 @@ import math
 
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.trainer.loops.rules import LOOP
+from unirl.trainer.loops.rules import LOOP, steps_of_rollouts_that_differ
 from unirl.types.recipe import Messages
 
 KEY = "schedule.experience"
@@ -64,13 +64,8 @@ def experience_fits_objectives(run: ComposedRun) -> Messages:
         unit = own.ability("samples_per_unit") if option is None else own.number(option)
         if given.best_of is not None and (unit or 1) > 1:
             yield f"{KEY}.best_of tears apart the {unit} samples that {own.name} compares. Set best_of: null."
+    yield from steps_of_rollouts_that_differ(run, KEY)
     for stage in run.stages:
-        scheduler = stage.sampling.inner.get("scheduler")
-        if scheduler is not None and scheduler.ability("varies") and stage.sampling.get("sde_indices") is None:
-            yield (
-                f"{KEY} puts samples of several rollouts together, and {scheduler.name} gives each rollout other "
-                "stochastic steps. Remove one of them."
-            )
         if stage.engine.ability("needs_texts"):
             yield f"{KEY} does nothing for given samples, which come again with the data. Remove it."
 

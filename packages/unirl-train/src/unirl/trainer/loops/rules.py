@@ -141,6 +141,17 @@ def what_is_too_old_can_be(run: ComposedRun) -> Messages:
         yield f"{said} depends on who is late, so that no order can be repeated. Remove it or schedule.replay."
 
 
+def steps_of_rollouts_that_differ(run: ComposedRun, key: str) -> Messages:
+    """What trains samples of several rollouts together, as the setting `key` does, has the same steps in each."""
+    for stage in run.stages:
+        scheduler = stage.sampling.inner.get("scheduler")
+        if scheduler is not None and scheduler.ability("varies") and stage.sampling.get("sde_indices") is None:
+            yield (
+                f"{key} puts samples of several rollouts together, and {scheduler.name} gives each rollout other "
+                "stochastic steps. Remove one of them."
+            )
+
+
 def a_window_overtakes_something(run: ComposedRun) -> Messages:
     """A window holds more than one request, which may be older, and samples of several rollouts fit together."""
     schedule = run.file.schedule
@@ -154,13 +165,7 @@ def a_window_overtakes_something(run: ComposedRun) -> Messages:
             f"schedule.window = {schedule.window} of the {count} requests of a rollout is less than 2, so that none is "
             "overtaken. Raise it, or set a smaller schedule.groups_per_request."
         )
-    for stage in run.stages:
-        scheduler = stage.sampling.inner.get("scheduler")
-        if scheduler is not None and scheduler.ability("varies") and stage.sampling.get("sde_indices") is None:
-            yield (
-                f"schedule.window puts samples of several rollouts together, and {scheduler.name} gives each rollout "
-                "other stochastic steps. Remove one of them."
-            )
+    yield from steps_of_rollouts_that_differ(run, "schedule.window")
 
 
 def requests_divide(run: ComposedRun) -> Messages:
