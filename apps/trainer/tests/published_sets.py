@@ -199,6 +199,8 @@ def gpqa(folder):
 def vbench(folder):
     rows = [{"prompt_en": "In a still frame, a stop sign", "dimension": ["temporal_flickering"]}]
     rows.append({"prompt_en": "Close up of grapes", "dimension": ["overall_consistency", "aesthetic_quality"]})
+    style = {"appearance_style": {"appearance_style": "Van Gogh style"}}
+    rows.append({"prompt_en": "A beach, Van Gogh style", "dimension": ["appearance_style"], "auxiliary_info": style})
     write_text(folder / "vbench/VBench_full_info.json", json.dumps(rows))
 
 

@@ -19,6 +19,7 @@ from unirl.suites.generating import claim
 from unirl.suites.results import document
 from unirl.suites.scoring import score
 from unirl.suites.suite import Judged
+from unirl.suites.vbench import BACKGROUND, FLICKERING, STYLE, SUBJECT
 from unirl.tracking.sample_files import SampleFiles
 from unirl.types.errors import ConfigError
 from unirl.types.samples import Image, SampleRecord
@@ -90,6 +91,7 @@ def test_a_published_set_keeps_what_scorers_read(tmp_path, monkeypatch):
     assert found["partiprompts"][1].prompt == 'a "sign"'
     assert SUITES["partiprompts"].categories_of(found["partiprompts"][1].metadata) == ("Artifacts", "Writing")
     assert found["vbench"][0].metadata["dimensions"] == ["temporal_flickering"]
+    assert found["vbench"][2].metadata["appearance_style"] == "Van Gogh style"
 
 
 # Published formats --------------------------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def test_vbench_counts_the_prompts_of_a_dimension_and_names_what_it_does_not_mea
     assert files["aesthetic_quality"][0] == 0.5 and len(files["temporal_flickering"][1]) == 2
     found = document(SUITES["vbench"], {"name": "m"}, samples, [])
     assert found["metrics"]["frames/consistency"]["overall"]["num_prompts"] == 2
-    assert "no scorer here for subject_consistency" in found["changes"][-1]
+    assert "no scorer here for motion_smoothness" in found["changes"][-1]
 
 
 def test_geneval2_writes_the_probabilities_of_atoms():
@@ -210,19 +212,39 @@ def test_aime_takes_several_samples_and_gives_pass_at_1(tmp_path):
     assert "**12+5=**" in (folder / "results.md").read_text()
 
 
-def test_vbench_makes_the_videos_that_it_measures(tmp_path):
+JUDGED_PROMPTS = """
+from pathlib import Path
+
+
+def judge(media, prompts, metadata):
+    with (Path(__file__).parent / "asked.txt").open("a") as file:
+        file.writelines(prompt + chr(10) for prompt in prompts)
+    return [1.0] * len(prompts)
+"""
+
+
+def test_vbench_makes_the_videos_that_it_measures(tmp_path, monkeypatch):
+    (tmp_path / "judged_prompts.py").write_text(JUDGED_PROMPTS)
+    monkeypatch.syspath_prepend(tmp_path)
     prompts = tmp_path / "videos.jsonl"
-    rows = [("a red circle moves left", "temporal_flickering"), ("a red circle moves up", "human_action")]
-    prompts.write_text("".join(json.dumps({"prompt": text, "dimensions": [each]}) + "\n" for text, each in rows))
+    rows = [("a red circle moves left", ["temporal_flickering"]), ("a red circle moves up", ["human_action"])]
+    rows.append(("a blue circle moves up", ["subject_consistency", "appearance_style"]))
+    prompts.write_text("".join(json.dumps({"prompt": text, "dimensions": each}) + "\n" for text, each in rows))
     jpeg = "suite.scorers.frames.scorer={_target_: unirl.reward.local.images.compressibility.JPEGCompressibilityScorer}"
-    words = [f"suite.prompts={prompts}", "suite.samples_per_prompt=2", jpeg, "eval.num_inference_steps=1"]
+    own = "{_target_: unirl.reward.function.FunctionRewardScorer, function: judged_prompts.judge}"
+    models = [f"suite.scorers.{name}={own}" for name in (SUBJECT, BACKGROUND, STYLE)]
+    words = [f"suite.prompts={prompts}", "suite.samples_per_prompt=2", jpeg, *models, "eval.num_inference_steps=1"]
     assert main(["eval", "--suite", "vbench", "worlds/moves/nft", *words, "--output", str(tmp_path)]) == 0
     folder = tmp_path / "suites/vbench/worlds-moves-nft"
     found = json.loads((folder / "vbench_eval_results.json").read_text())
-    assert list(found) == ["temporal_flickering"] and len(found["temporal_flickering"][1]) == 2
-    assert all((folder / each["video_path"]).is_file() for each in found["temporal_flickering"][1])
+    assert {name: len(videos) for name, (_, videos) in found.items()} == {FLICKERING: 2, SUBJECT: 2, STYLE: 2}
+    assert all((folder / each["video_path"]).is_file() for each in found[FLICKERING][1])
     document = json.loads((folder / "results.json").read_text())
-    assert list(document["metrics"]) == ["frames/consistency"] and (folder / "samples.png").is_file()
+    assert set(document["metrics"]) == {"frames/consistency", SUBJECT, STYLE}
+    assert (folder / "samples.png").is_file()
+    # A scorer is asked about the prompts of its dimensions alone.
+    asked = (tmp_path / "asked.txt").read_text().splitlines()
+    assert set(asked) == {"a blue circle moves up"} and len(asked) == 4
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -295,18 +295,30 @@ GPQA = _benchmark(
 )
 
 VBENCH_FILE = "vbench/VBench_full_info.json"
+VBENCH_STYLE = "appearance_style"
 
 
 def _vbench(files: Files) -> Iterator[Row]:
     for where, row in files.rows(VBENCH_FILE):
         require_columns(row, ("prompt_en", "dimension"), where)
-        yield {"prompt": required_text(row["prompt_en"], where), "dimensions": list(row["dimension"])}
+        made: Row = {"prompt": required_text(row["prompt_en"], where), "dimensions": list(row["dimension"])}
+        if VBENCH_STYLE in row["dimension"]:
+            made[VBENCH_STYLE] = _style(row, where)
+        yield made
+
+
+def _style(row: Row, where: str) -> str:
+    """The words of a style: `auxiliary_info.appearance_style.appearance_style`."""
+    found: Any = row.get("auxiliary_info")  # Any: JSON
+    for _ in range(2):
+        found = found.get(VBENCH_STYLE) if isinstance(found, Mapping) else None
+    return required_text(found, where)
 
 
 VBENCH = _benchmark(
     "vbench",
     "the 946 prompts of VBench with the dimensions that each is for",
-    "prompt and dimensions",
+    "prompt, dimensions, and the words of its style where it has one",
     (
         GitHubRepository(
             name="Vchitect/VBench",

@@ -79,7 +79,7 @@ def _values(suite: Suite, metric: Metric, judged: Sequence[Judged]) -> dict[str,
     for each in judged:
         if metric.name not in each.scores:
             continue
-        if metric.only is not None and metric.only not in each.metadata.get(suite.only_key, ()):
+        if not suite.counts(metric, each.metadata):
             continue
         value = each.scores[metric.name]
         everything.setdefault(each.prompt_id, []).append(value)

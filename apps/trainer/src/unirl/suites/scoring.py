@@ -58,7 +58,7 @@ def score(
                 scorer.move_to(device)
         try:
             for number in missing:
-                _score_part(scorers, read_samples(part_file(samples, number)), part_file(folder, number))
+                _score_part(suite, scorers, read_samples(part_file(samples, number)), part_file(folder, number))
                 logger.info("suite %s: scores of part %d of %d are there", suite.name, number + 1, num_parts)
         finally:
             for scorer in scorers:
@@ -115,13 +115,13 @@ def build_scorers(suite: Suite) -> list[Scorer]:
     return scorers
 
 
-def _score_part(scorers: Sequence[Scorer], records: Sequence[SampleRecord], file: Path) -> None:
+def _score_part(suite: Suite, scorers: Sequence[Scorer], records: Sequence[SampleRecord], file: Path) -> None:
     made = results(records)
     lines: dict[str, dict[str, Any]] = {  # Any: JSON values
         record.sample_id: {"sample_id": record.sample_id, "scores": {}, "error": None, "details": {}} for record in made
     }
     for scorer in scorers:
-        for alike in _alike(made):
+        for alike in _alike([record for record in made if suite.asks(scorer.name, record.metadata)]):
             answer = _scored(scorer, request_of(alike))
             for row, record in enumerate(alike):
                 line = lines[record.sample_id]
@@ -210,13 +210,13 @@ def _joined(suite: Suite, samples: Path, scores: Path) -> Iterator[Judged]:
 
 
 def _require_metrics(suite: Suite, judged: Sequence[Judged]) -> None:
-    scored = next(each for each in judged if each.scores)
-    absent = [metric.name for metric in suite.metrics if metric.name not in scored.scores]
-    if absent:
-        raise ConfigError(
-            f"suite {suite.name}: the scorer gives {', '.join(scored.scores)}, not {', '.join(absent)}. Name the "
-            "scorer so, or change suite.scorers."
-        )
+    for metric in suite.metrics:
+        counted = [each.scores for each in judged if each.scores and suite.counts(metric, each.metadata)]
+        if counted and not any(metric.name in scores for scores in counted):
+            raise ConfigError(
+                f"suite {suite.name}: the scorer gives {', '.join(counted[0])}, not {metric.name}. Name the scorer so, "
+                "or change suite.scorers."
+            )
 
 
 def _plain(node: Any) -> Any:  # Any: a recipe's values

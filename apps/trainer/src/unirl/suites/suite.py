@@ -104,6 +104,15 @@ class Suite:
         found = tuple(str(metadata[key]) for key in self.categories if metadata and metadata.get(key) is not None)
         return found or (ALL,)
 
+    def counts(self, metric: Metric, metadata: Mapping[str, Any] | None) -> bool:  # Any: a row's values
+        """True if a metric counts the samples of a prompt."""
+        return metric.only is None or metric.only in (metadata or {}).get(self.only_key, ())
+
+    def asks(self, scorer: str, metadata: Mapping[str, Any] | None) -> bool:  # Any: a row's values
+        """True if a scorer is asked about the samples of a prompt: a metric counts what it says, or none is of it."""
+        own = [metric for metric in self.metrics if metric.name.partition("/")[0] == scorer]
+        return not own or any(self.counts(metric, metadata) for metric in own)
+
     @property
     def prompt_file(self) -> Path:
         """Where the prompts are expected on this machine."""
