@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ WHOLE: Mapping[str, Case] = {
 """For an accelerator: small models, whose launches dominate, and one of released size with random weights."""
 PUSHES: Mapping[bool, Mapping[str, float]] = {
     False: {"--megabytes": 64, "--bucket-megabytes": 32, "--repeats": 2},
-    True: {"--megabytes": 2500, "--bucket-megabytes": 512, "--repeats": 2},
+    True: {"--megabytes": 1250, "--bucket-megabytes": 512, "--repeats": 2},
 }
 """Options of apps/trainer/bench/pushes.py, with an accelerator and without."""
 
@@ -116,7 +117,11 @@ Run = Callable[[Sequence[str], float], Any]
 
 
 class Failed(Exception):
-    """A process did not give what was asked, and why."""
+    """A process did not give what was asked, and why. said: all that it wrote to its standard error."""
+
+    def __init__(self, reason: str, said: str = "") -> None:
+        super().__init__(reason)
+        self.said = said
 
 
 def asked(command: Sequence[str], timeout_s: float) -> Any:  # Any: JSON
@@ -124,19 +129,23 @@ def asked(command: Sequence[str], timeout_s: float) -> Any:  # Any: JSON
 
     Raises Failed with the end of what it said.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, said = process.communicate(timeout=max(1.0, timeout_s))
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"did not end within the {timeout_s:.0f} s that were left") from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        late = False
+        try:
+            out, _ = process.communicate(timeout=max(1.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            out, late = "", True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        said = errors.read()
+    if late:
+        raise Failed(f"did not end within the {timeout_s:.0f} s that it was given", said)
     if process.returncode:
-        raise Failed("; ".join(said.strip().splitlines()[-3:]) or f"ended with status {process.returncode}")
+        raise Failed("; ".join(said.strip().splitlines()[-3:]) or f"ended with status {process.returncode}", said)
     lines = out.strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
@@ -146,7 +155,8 @@ def report(
 ) -> Values:
     """Measure `cases` on a device, and pushes. bench: the folder apps/trainer/bench. folder: for checkpoints.
 
-    Cases for which no time is left of `budget_s` are among the failures.
+    Each process is given half of the time that is left of `budget_s`, so that one that hangs leaves the others theirs.
+    Cases for which none is left are among the failures. What a process that failed wrote goes to the standard error.
     """
     began = time.monotonic()
     found: dict[str, Values] = {}
@@ -159,15 +169,12 @@ def report(
         try:
             if left_s() <= 0:
                 raise Failed(f"no time was left of {budget_s:.0f} s")
-            return run([sys.executable, *command], left_s())
+            return run([sys.executable, *command], left_s() / 2)
         except Failed as error:
             failures[name] = str(error)
+            sys.stderr.write(f"{name} failed: {error}\n{error.said}\n")
             return None
 
-    options = [str(word) for pair in PUSHES[is_accelerator(device)].items() for word in pair]
-    pushes = attempted(
-        "pushes", str(bench / "pushes.py"), *options, "--device", device, "--transports", "ipc", "files", "--json"
-    )
     for name, case in cases.items():
         place = folder / name
         if case.checkpoint is not None:
@@ -180,6 +187,10 @@ def report(
         rehearsed = attempted(f"{name}, rehearsed", "-m", f"{module}rehearsed", *words)
         if measured is not None:
             found[name] = joined(case, words, measured, rehearsed)
+    options = [str(word) for pair in PUSHES[is_accelerator(device)].items() for word in pair]
+    pushes = attempted(
+        "pushes", str(bench / "pushes.py"), *options, "--device", device, "--transports", "ipc", "files", "--json"
+    )
     checks = [check for name, each in found.items() for check in judged(name, each)]
     return {
         "schema": SCHEMA,

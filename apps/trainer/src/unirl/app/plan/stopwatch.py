@@ -43,8 +43,8 @@ class Stopwatch:
         return self._seconds[call]
 
     def _measured(self, call: Call) -> float:
-        generator = torch.Generator().manual_seed(0)
         device = self._meter.device
+        generator = torch.Generator(device).manual_seed(0)
         run = call.func if is_accelerator(device) else ON_CPU.get(call.func._overloadpacket, call.func)
         several = [
             tree_unflatten([_filled(value, generator, device) for value in call.arguments], call.spec)
@@ -79,7 +79,7 @@ def _filled(value: Value, generator: torch.Generator, device: torch.device) -> V
     made = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=device)
     whole = made.as_strided((_num_stored(value),), (1,))
     if value.dtype.is_floating_point:
-        whole.copy_(torch.randn(whole.shape, generator=generator))
+        whole.copy_(torch.randn(whole.shape, generator=generator, device=generator.device))
     else:
         whole.zero_()  # indices that are always there
     return made
