@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ def register_kernels() -> None:
     through.fallback(torch.library.fallthrough_kernel)
     casts = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     for name, to in (("AT_FORALL_LOWER_PRECISION_FP", None), ("AT_FORALL_FP32", torch.float32)):
-        for operator, overload in _listed(name):
+        for operator, overload in _listed(name).items():
             casts.impl(operator, _casting(overload, to))
-    for operator, overload in _listed("AT_FORALL_FP32_SET_OPT_DTYPE"):
+    for operator, overload in _listed("AT_FORALL_FP32_SET_OPT_DTYPE").items():
         casts.impl(operator, _in_float32(overload))
     fused = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
     fused.impl("scaled_dot_product_attention", attention)
@@ -46,15 +46,17 @@ def register_kernels() -> None:
     setattr(torch, "clear_autocast_cache", clear_all)  # noqa: B010 - ty takes an assignment for another function
 
 
-def _listed(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Operators of a list of autocast, as the header that torch ships has it. Any: an operator's values."""
+def _listed(name: str) -> dict[str, Callable[..., Any]]:
+    """Operators of a list of autocast, each once, as the header that torch ships has it. Any: an operator's values."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
     body = header.split(f"#define {name}(_)", 1)[1].split("#define", 1)[0]
+    found: dict[str, Callable[..., Any]] = {}
     for operator, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body):
         packet = getattr(aten, operator, None)
         chosen = "default" if overload in ("", "deprecated") else overload
         if packet is not None and chosen in packet.overloads():
-            yield operator if chosen == "default" else f"{operator}.{chosen}", getattr(packet, chosen)
+            found[operator if chosen == "default" else f"{operator}.{chosen}"] = getattr(packet, chosen)
+    return found
 
 
 def _casting(overload: Callable[..., Any], to: torch.dtype | None) -> Callable[..., Any]:
