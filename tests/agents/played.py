@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,8 +17,10 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from unirl.rollout.environments.openenv import OpenEnv
 from unirl.rollout.environments.skyrl_gym import SkyRLGym
+from unirl.rollout.environments.verifiers.environment import Verifiers
 from unirl.rollout.environments.workers import EnvironmentWorkers
-from unirl.rollout.turns.calls import Turn
+from unirl.rollout.turns.calls import MalformedCall, ToolCall, Turn
+from unirl.types.errors import ConfigError
 
 
 class Say(Action):
@@ -96,12 +99,76 @@ def play(environment, task, *texts):
     """What each step of an episode answers."""
     workers = EnvironmentWorkers(environment, num_workers=1, step_timeout_s=60.0)
     try:
-        answers = [plain(workers.reset({"e": (task, 3)})["e"])]
-        answers += [plain(workers.step({"e": Turn(text)})["e"]) for text in texts]
-        workers.end(["e"])
-        return answers
+        return episode(workers, task, *map(Turn, texts))
     finally:
         workers.close()
+
+
+def episode(workers, task, *turns):
+    answers = [plain(workers.reset({"e": (task, 3)})["e"])]
+    answers += [plain(workers.step({"e": turn})["e"]) for turn in turns]
+    workers.end(["e"])
+    return answers
+
+
+def verifiers():
+    environment = Verifiers("adding", max_turns=3, thoughts_end="</think>", timeout_s=20.0)
+    introduced = dataclasses.asdict(environment.introduce())
+    call = Turn("<call>", (ToolCall("add", {"expression": "1+2"}),), "I count.")
+    workers = EnvironmentWorkers(environment, num_workers=1, step_timeout_s=60.0)
+    try:
+        found = {
+            "right": episode(workers, {"task": 1}, call, Turn("so</think>134030")),
+            "malformed": episode(workers, {"task": 1}, Turn("<call", (MalformedCall("no JSON"),))),
+            "unknown": episode(workers, {"task": 1}, Turn("", (ToolCall("search", {}),)), Turn("5")),
+            "cut": episode(workers, {"task": 0}, call, call, call),
+            "stopped": episode(workers, {"task": 9}, call),
+            "given up": episode(workers, {"task": 0}, call),
+            "side by side": side_by_side(workers),
+            "broken": episode(workers, {"task": 8}, Turn("1")),
+            "system": episode(workers, {"task": 10}),
+            "messages": episode(workers, {"task": 11}),
+            "nameless": episode(workers, {"prompt": "p"}),
+            "absent": episode(workers, {"task": 99}),
+        }
+        before = programs()
+    finally:
+        workers.close()
+    return {"introduced": introduced, **found, "programs": [before, programs()]}
+
+
+def side_by_side(workers):
+    """Two episodes in one process, whose turns come one after the other."""
+    begun = workers.reset({"a": ({"task": 0}, 3), "b": ({"task": 1}, 3)})
+    ended = workers.step({"a": Turn("13597"), "b": Turn("13597")})
+    workers.end(["a", "b"])
+    return [begun["a"][0].content, begun["b"][0].content, ended["a"].reward, ended["b"].reward]
+
+
+def odd():
+    workers = EnvironmentWorkers(Verifiers("adding_oddly", timeout_s=10.0), num_workers=1, step_timeout_s=60.0)
+    told = {"stream": ("streamed", "b"), "nothing": ("a", "b"), "twice": ("a", "b")}
+    try:
+        names = ("nothing", "stream", "sampling", "shorten", "image", "twice", "hang")
+        return {
+            name: episode(workers, {"task": task}, *map(Turn, told.get(name, ("a",))))
+            for task, name in enumerate(names)
+        } | {"refused": refused()}
+    finally:
+        workers.close()
+
+
+def refused():
+    try:
+        Verifiers("no_such_set").introduce()
+    except ConfigError as error:
+        return str(error)
+
+
+def programs():
+    """How many tool servers run."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return sum("-m adding_tools" in line for line in listed.splitlines())
 
 
 def openenv():
@@ -131,4 +198,4 @@ def skyrl():
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
-    print(json.dumps({"openenv": openenv, "skyrl": skyrl}[sys.argv[1]]()))
+    print(json.dumps({"openenv": openenv, "skyrl": skyrl, "verifiers": verifiers, "odd": odd}[sys.argv[1]]()))

@@ -26,7 +26,7 @@ class TalkingCodec(NumberCodec):
     vocabulary = {"<tool_call>": 6, "</tool_call>": 7}
 
     def __init__(self):
-        self.tools = None
+        self.tools = self.system_prompt = None
 
     def bridge(self, messages):
         return Bridge([token for message in messages for token in (SAYS, *map(int, message.content.split()))])
@@ -36,6 +36,9 @@ class TalkingCodec(NumberCodec):
 
     def offer_tools(self, schemas):
         self.tools = schemas
+
+    def set_system_prompt(self, text):
+        self.system_prompt = text
 
 
 class ScriptedEngine:

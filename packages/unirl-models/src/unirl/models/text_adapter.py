@@ -210,6 +210,20 @@ class TextAdapter:
         self._template_kwargs["tools"] = [dict(schema) for schema in schemas]
         self._scaffolds.clear()
 
+    def set_system_prompt(self, text: str) -> None:
+        """From now on prompts stand under this message of the system. Raises ConfigError if there is no template, or
+        the recipe names another one."""
+        if not self.uses_template:
+            raise ConfigError(
+                f"the environment has a message of the system ({text[:60]!r}), and {self.bundle.pretrained_model} is "
+                "prompted without a chat template. Take a model whose tokenizer has one."
+            )
+        if self._system_prompt not in (None, text):
+            raise ConfigError(
+                f"pipeline.system_prompt = {self._system_prompt!r}, and the environment has {text!r}. Remove one."
+            )
+        self._system_prompt = text
+
     @property
     def media_tokens(self) -> frozenset[int]:
         """Tokens that stand for media, and mean none where the model itself writes them."""

@@ -89,6 +89,10 @@ class AutoregressivePipeline:
         """From now on prompts name these tools, see `TextAdapter.offer_tools`."""
         self.adapter.offer_tools(schemas)
 
+    def set_system_prompt(self, text: str) -> None:
+        """From now on prompts stand under this message of the system, see `TextAdapter.set_system_prompt`."""
+        self.adapter.set_system_prompt(text)
+
     @property
     def reads_images_in_turns(self) -> bool:
         """True if messages between the model's turns may show images."""

@@ -43,11 +43,19 @@ class Environment(ABC, Generic[ActionT, ObservationT]):
     """True if the same task, seed and actions always give the same answers."""
     resumable: bool = False
     """True if `save` and `restore` work."""
+    python: str | None = None
+    """Interpreter of the processes that play, whose Python environment has unirl-rollout and what the class imports
+    when an episode begins; None: the one that runs."""
+    starts_programs: bool = False
+    """True if episodes start programs that could outlive the process that plays them. They are ended with it."""
 
     def fresh(self) -> Self:
         """An environment for one episode. A shallow copy: what the prototype holds is shared by all episodes of a
         process and must not change."""
         return copy.copy(self)
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to load
+        """Load what takes long. Called once in each process that plays, of the prototype, before its first episode."""
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> ObservationT:

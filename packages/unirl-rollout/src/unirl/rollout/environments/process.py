@@ -1,4 +1,5 @@
-"""A process that plays episodes: `python -m unirl.rollout.environments.process CALLS LIFE`, two file descriptors.
+"""A process that plays episodes: `python -m unirl.rollout.environments.process CALLS LIFE MARK`, two file descriptors
+and the mark of the programs that episodes start (`unirl.rollout.environments.programs`), empty without.
 
 CALLS is a connection of `multiprocessing`: first the import path, then the prototype and the limit of memory, then
 lists of calls, each answered by one message per call, in order. LIFE is never written to: it closes when the owner
@@ -21,6 +22,7 @@ from typing import Any
 
 from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Step, Task, reason_of
+from unirl.rollout.environments.programs import end_programs
 
 Answer = Any  # Any: an observation, or the `Step` of one
 
@@ -76,15 +78,16 @@ class Raised:
     reason: str
 
 
-def main(calls: int, life: int) -> None:
+def main(calls: int, life: int, mark: str = "") -> None:
     """Play until the owner closes the connection."""
-    threading.Thread(target=_end_with_owner, args=(life,), daemon=True).start()
+    threading.Thread(target=_end_with_owner, args=(life, mark), daemon=True).start()
     with Connection(calls) as owner:
         try:
             sys.path += [place for place in wire.receive(owner) if place not in sys.path]
             prototype, memory_bytes = wire.receive(owner)
             if memory_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+            prototype.prepare()
         except EOFError:
             return
         except BaseException:
@@ -131,8 +134,10 @@ def checked(step: Step[Any]) -> Step[Any]:  # Any: whatever is observed
     return step
 
 
-def _end_with_owner(life: int) -> None:
+def _end_with_owner(life: int, mark: str) -> None:
     os.read(life, 1)
+    if mark:
+        end_programs(mark)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -140,4 +145,4 @@ if __name__ == "__main__":
     # Under another name than this module's, what is unpickled would be of other classes.
     from unirl.rollout.environments import process
 
-    process.main(int(sys.argv[1]), int(sys.argv[2]))
+    process.main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from unirl.rollout.environments.base import Environment
 from unirl.rollout.turns.calls import Turn
 from unirl.types.messages import Message
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What every prompt tells the model of an environment."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # Any: JSON
+    """The tools that it may call, as OpenAI's `tools`. Without any, no calls are looked for in what it writes."""
+    system_prompt: str | None = None
+    """The message of the system ahead of the prompt."""
 
 
 class TextEnvironment(Environment[Turn, Sequence[Message]]):
@@ -18,3 +30,7 @@ class TextEnvironment(Environment[Turn, Sequence[Message]]):
 
     shows_images: bool = False
     """True if its messages may show images. Then only a model reads them that takes images between turns."""
+
+    def introduce(self) -> Introduction:
+        """Asked once, of the prototype, before it is sent to the processes that play."""
+        return Introduction()

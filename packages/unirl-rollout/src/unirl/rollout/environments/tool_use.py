@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 
 from unirl.rollout.environments.base import Step, Task
-from unirl.rollout.environments.text import TextEnvironment
+from unirl.rollout.environments.text import Introduction, TextEnvironment
 from unirl.rollout.environments.tools.base import Answer, Tool, ToolError
 from unirl.rollout.turns.calls import MalformedCall, ToolCall, Turn
 from unirl.types.bounds import NonNegative, PositiveInt, bounded
@@ -52,6 +52,10 @@ class ToolUse(TextEnvironment):
             }
             for name, tool in self._tools.items()
         ]
+
+    def introduce(self) -> Introduction:
+        """The tools."""
+        return Introduction(self.schemas)
 
     def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """The row's prompt begins the episode."""

@@ -19,6 +19,7 @@ from typing import Any
 from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Task
 from unirl.rollout.environments.process import Act, Answer, Answered, Call, Close, Raised, Reset, Restore
+from unirl.rollout.environments.programs import MARK, end_programs, new_mark
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,15 +56,20 @@ class _Process:
     def __init__(self, prototype: Environment[Any, Any], memory_bytes: int | None) -> None:  # Any: of whatever acts
         self._owner, theirs = Pipe()
         life, self._life = os.pipe()
+        self._mark = new_mark() if prototype.starts_programs else None
+        marked = [] if self._mark is None else ["env", f"{MARK}={self._mark}"]
+        command = [*marked, prototype.python or sys.executable, "-m", "unirl.rollout.environments.process"]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "unirl.rollout.environments.process", str(theirs.fileno()), str(life)],
+            [*command, str(theirs.fileno()), str(life), self._mark or ""],
             pass_fds=[theirs.fileno(), life],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches the trainer alone
         )
         theirs.close()
         os.close(life)
-        wire.send(self._owner, [place or str(Path.cwd()) for place in sys.path])
+        # Another interpreter has its own libraries, which ours would hide.
+        places = [] if prototype.python else [place or str(Path.cwd()) for place in sys.path]
+        wire.send(self._owner, places)
         wire.send(self._owner, (prototype, memory_bytes))
         self.pid = self._child.pid
 
@@ -91,6 +97,8 @@ class _Process:
         except ProcessLookupError:
             logger.debug("process %d of environments had ended", self.pid)
         self._child.wait()
+        if self._mark is not None:
+            end_programs(self._mark)
         if not self._owner.closed:
             self._owner.close()
             os.close(self._life)

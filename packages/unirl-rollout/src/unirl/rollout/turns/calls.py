@@ -30,6 +30,8 @@ class Turn:
     text: str
     """Without special tokens."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
+    prose: str = ""
+    """The text without the calls and their tags, where calls are looked for."""
 
 
 def parsed_call(text: str) -> ToolCall | MalformedCall:
@@ -74,6 +76,18 @@ def calls_of(
     if start is not None:
         found.append(MalformedCall("a call begins and does not end"))
     return tuple(found)
+
+
+def outside_calls(tokens: Sequence[int], begin: int, end: int) -> list[int]:
+    """The tokens that belong to no call, without the tags; those of a call that does not end are left out."""
+    found: list[int] = []
+    is_call = False
+    for token in tokens:
+        if token in (begin, end):
+            is_call = token == begin
+        elif not is_call:
+            found.append(token)
+    return found
 
 
 def _refused(constant: str) -> NoReturn:

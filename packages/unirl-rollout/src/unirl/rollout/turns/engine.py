@@ -14,10 +14,9 @@ import torch
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.environments.base import Step, Task
 from unirl.rollout.environments.text import TextEnvironment
-from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.workers import EnvironmentWorkers, Lost
 from unirl.rollout.text_checks import prompt_conditions, text_params
-from unirl.rollout.turns.calls import Turn, calls_of
+from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
 from unirl.rollout.turns.episodes import SECONDS, Episode, next_request, track_of
 from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
 from unirl.sde.noise import noise_seed
@@ -110,10 +109,13 @@ class TurnsEngine(BaseRolloutEngine):
                 f"turns.environment shows images, and {type(pipeline).__name__} reads none between turns. Take a "
                 "model that does (Qwen2.5-VL, Qwen3-VL), or an environment of texts."
             )
-        if isinstance(environment, ToolUse):
+        introduction = environment.introduce()
+        if introduction.tools:
             self._tags = _tag_ids(pipeline, call_tags)
             if shows_tools:
-                pipeline.offer_tools(environment.schemas)
+                pipeline.offer_tools(introduction.tools)
+        if introduction.system_prompt is not None:
+            pipeline.set_system_prompt(introduction.system_prompt)
         self._workers = [
             EnvironmentWorkers(environment, num_workers=num_workers, step_timeout_s=step_timeout_s, memory_gb=memory_gb)
             for _ in range(pipeline_stages)
@@ -316,8 +318,11 @@ class TurnsEngine(BaseRolloutEngine):
 
     def _turn(self, episode: Episode) -> Turn:
         """The model's last turn as the environment takes it."""
-        calls = () if self._tags is None else calls_of(episode.last_turn, *self._tags, self._codec.text_of)
-        return Turn(episode.transcript[-1]["content"], calls)
+        text = episode.transcript[-1]["content"]
+        if self._tags is None:
+            return Turn(text, prose=text)
+        calls = calls_of(episode.last_turn, *self._tags, self._codec.text_of)
+        return Turn(text, calls, self._codec.text_of(outside_calls(episode.last_turn, *self._tags)))
 
     def _apply(self, step: Step[Sequence[Message]], episode: Episode) -> None:
         episode.reward += step.reward

@@ -196,6 +196,11 @@ class ConversationCodec(TextCodec, Protocol):
         """From now on prompts name these tools, given as OpenAI's `tools`. Raises ConfigError if it cannot."""
         ...
 
+    def set_system_prompt(self, text: str) -> None:
+        """From now on prompts stand under this message of the system. Raises ConfigError if it cannot, or the recipe
+        has another one."""
+        ...
+
     @property
     def reads_images_in_turns(self) -> bool:
         """True if messages between the model's turns may show images."""
