@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from unirl.config.catalog import RECIPES_MODULE, SUFFIXES, available, is_packaged, packaged_name, parts
+from unirl.config.flow import in_own_words
 from unirl.config.former import modernised
 from unirl.config.former_recipes import SCHEME, FormerNames, former_recipe, present
 from unirl.config.instantiation import TARGET
@@ -82,7 +83,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
 
     Raises ConfigError naming the key that cannot be resolved.
     """
-    return modernised(_resolved(config))
+    return modernised(in_own_words(_resolved(config)))
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
@@ -110,7 +111,7 @@ def published(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     raw = OmegaConf.to_container(config, resolve=False)
     texts: list[str] = []
     marked = OmegaConf.to_container(OmegaConf.create(_marked(raw, texts)), resolve=True)
-    return modernised(_published(_resolved(config), marked, texts))
+    return modernised(in_own_words(_published(_resolved(config), marked, texts)))
 
 
 _REFUSED = "ConfigError raised while resolving interpolation: "
@@ -161,11 +162,18 @@ def _without_removed(node: Any, *, keeps_null: bool = False) -> Any:  # Any: a r
 
 
 def render(config: DictConfig, *, is_resolved: bool = False) -> str:
-    """The whole recipe as YAML that can be run by path.
+    """The whole recipe as YAML that can be run by path, with the sections of the flow in the recipe's own words.
 
     is_resolved: replace interpolations (environment variables, packaged files) by their values on this machine.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(resolve(config)) if is_resolved else config)
+    if is_resolved:
+        return OmegaConf.to_yaml(OmegaConf.create(resolve(config)))
+    raw = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(raw, dict):
+        return OmegaConf.to_yaml(config)
+    own = {str(key): value for key, value in raw.items()}
+    made = in_own_words(own)
+    return OmegaConf.to_yaml(config if made == own else OmegaConf.create(made))
 
 
 def _composed(name: str, overrides: list[Override], search_path: str, recipe: str) -> DictConfig:
