@@ -15,7 +15,7 @@ from unirl.algorithms.awm import AWM
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
-from unirl.train.stack import with_last_backward
+from unirl.train.update import with_last_backward
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp, RolloutTrack
 

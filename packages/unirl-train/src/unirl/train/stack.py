@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, StageAlgorithm
+from unirl.algorithms.base import MicroBatch, StageAlgorithm
 from unirl.algorithms.traces import Trace, Traces
 from unirl.config.schema import DEFAULT_TRACK
 from unirl.train.flops import TrainingRate
-from unirl.train.gradient_balance import GradientBalance
 from unirl.train.names import below
 from unirl.train.slicing import training_slices
 from unirl.train.track_loss import TrackLoss, track_losses
+from unirl.train.update import TrackPart, Update
 from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.copies import Copies, merged_copies
-from unirl.types.devices import wide_float
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -46,16 +45,6 @@ class TrainStepResult:
 
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One track with its algorithm. `prefix`: of its metrics and its state."""
-
-    name: str
-    prefix: str
-    algorithm: StageAlgorithm
-    loss: TrackLoss
 
 
 @bounded("stack")
@@ -117,7 +106,8 @@ class TrainStack:
                 "(stack.losses.<track>.every). Set num_epochs: 1, or every: 1."
             )
         self._parts = [
-            _Part(name, f"{name}/" if len(named) > 1 else "", algorithm, own[name]) for name, algorithm in named.items()
+            TrackPart(name, f"{name}/" if len(named) > 1 else "", algorithm, own[name])
+            for name, algorithm in named.items()
         ]
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
@@ -224,7 +214,7 @@ class TrainStack:
         return track.to(self._backend.device)
 
     def _anchored(
-        self, part: _Part, track: RolloutTrack, updates: Sequence[int], progress: float
+        self, part: TrackPart, track: RolloutTrack, updates: Sequence[int], progress: float
     ) -> list[list[MicroBatch]]:
         """Micro-batches for each of `updates`, those after the first update of the rollout with the anchor of the
         policy before it. Collectives inside where an update is judged as a whole."""
@@ -298,88 +288,15 @@ class TrainStack:
         return [part for _, part in parts]
 
     def _update(self, micros_of: Mapping[str, list[MicroBatch]]) -> dict[str, float]:
-        backend = self._backend
-        backend.zero_grad()
         parts = [part for part in self._parts if part.name in micros_of]
-        num_terms = [[part.algorithm.num_terms(micro.track) for micro in micros_of[part.name]] for part in parts]
-        wide = wide_float(backend.device)
-        counted = torch.tensor([float(sum(own)) for own in num_terms], dtype=wide, device=backend.device)
-        self._rate.num_terms += sum(map(sum, num_terms))
-        totals = backend.collectives.all_reduce_sum(counted, "dp").tolist()
-        record = RowMetrics()
-        balance = GradientBalance(backend) if self._measures_balance else None
-        for part, own_terms, total in zip(parts, num_terms, totals, strict=True):
-            # Gradients are averaged over the shards, so the sum over all terms needs dp_size on top of 1 / total.
-            # Without any term (every token masked) the sum is 0 whatever it is divided by.
-            scale = part.loss.weight * (backend.dp_size / max(total, 1.0))
-            sums_gradients = balance is not None or part is parts[-1]
-            measured = self._backward(part, micros_of[part.name], own_terms, scale, sums_gradients=sums_gradients)
-            record.merge(measured.renamed(part.prefix))
-            if balance is not None:
-                balance.note(part.name)
-        balanced = {} if balance is None else balance.metrics()
-        stats = backend.optimizer_step(self._max_grad_norm)
-        metrics = self._reduced(record)
-        losses = [part.loss.weight * metrics.get(f"{part.prefix}policy/loss", 0.0) for part in parts]
-        metrics["train/loss"] = sum(losses[1:], start=losses[0])
-        metrics["train/grad_norm"] = stats.grad_norm
-        metrics.update(balanced)
-        metrics.update({f"train/{name}_grad_norm": norm for name, norm in stats.module_grad_norms.items()})
-        metrics["train/lr"] = stats.lr
-        metrics["train/skipped_steps"] = float(stats.is_skipped)
-        for part in parts:
-            num_samples = sum(micro.track.batch_size for micro in micros_of[part.name]) * backend.dp_size
-            self._after_update(part, metrics, num_samples)
-        return metrics
+        update = Update(self._backend, parts, measures_balance=self._measures_balance)
+        update.add(micros_of)
+        self._rate.num_terms += update.num_terms
+        return self._finished(update)
 
-    def _backward(
-        self, part: _Part, micros: Sequence[MicroBatch], num_terms: Sequence[int], scale: float, *, sums_gradients: bool
-    ) -> RowMetrics:
-        """Add the gradient of scale times the sum over a track's terms; returns what the algorithm measured.
-
-        sums_gradients: whether gradients are summed over devices at its end.
-        """
-        record = RowMetrics()
-        for micro, announced in zip(micros, num_terms, strict=True):
-            yielded = 0
-            for loss_part, ends_micro in with_last_backward(part.algorithm.losses(micro), announced):
-                # The last micro-batch is the same on every device, the last term need not be.
-                with self._backend.accumulating(sums_gradients and ends_micro and micro is micros[-1]):
-                    (loss_part.loss * scale).backward()
-                record.merge(loss_part.metrics)
-                yielded += loss_part.num_terms
-            if yielded != announced:
-                raise ContractError(f"the algorithm announced {announced} loss terms and yielded {yielded}")
-        return record
-
-    @staticmethod
-    def _after_update(part: _Part, metrics: dict[str, float], num_samples: int) -> None:
-        """Let the algorithm change its own metrics, which it sees under plain names."""
-        own = below(metrics, part.prefix)
-        for name in own:
-            del metrics[part.prefix + name]
-        part.algorithm.after_update(own, num_samples)
-        metrics.update({part.prefix + name: value for name, value in own.items()})
-
-    def _reduced(self, record: RowMetrics) -> dict[str, float]:
-        """Means and maxima over all devices. Every rank has the same names, so one collective of each kind does."""
-        backend = self._backend
-        wide = wide_float(backend.device)
-        names = sorted(record.sums)
-        metrics: dict[str, float] = {}
-        if names:
-            counts = torch.tensor([record.sums[n][1] for n in names], dtype=wide, device=backend.device)
-            sums = torch.stack([record.sums[n][0].to(backend.device, wide) for n in names])
-            totals = backend.collectives.all_reduce_sum(torch.stack([sums, counts], dim=1), "dp").cpu()
-            metrics.update(
-                {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names) if totals[i, 1] > 0}
-            )
-        names = sorted(record.maxima)
-        self._maxima.update(names)
-        if names:
-            packed = torch.stack([record.maxima[n].to(backend.device, wide) for n in names])
-            largest = backend.collectives.all_reduce_max(packed, "dp").cpu()
-            metrics.update({name: float(largest[i]) for i, name in enumerate(names) if largest[i] > -math.inf})
+    def _finished(self, update: Update) -> dict[str, float]:
+        metrics, maxima = update.finish(self._max_grad_norm)
+        self._maxima |= maxima
         return metrics
 
 
@@ -401,14 +318,3 @@ def _joined(updates: Sequence[Mapping[str, float]], maxima: Set[str]) -> dict[st
     names = dict.fromkeys(name for update in updates for name in update)
     found = {name: [update[name] for update in updates if name in update] for name in names}
     return {name: max(values) if name in maxima else sum(values) / len(values) for name, values in found.items()}
-
-
-def with_last_backward(parts: Iterable[LossPart], num_terms: int) -> Iterator[tuple[LossPart, bool]]:
-    """Loss parts with whether each is the last, known from the announced number of terms.
-
-    Counting terms instead of looking ahead keeps one graph alive at a time.
-    """
-    seen = 0
-    for part in parts:
-        seen += part.num_terms
-        yield part, seen >= num_terms
