@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from idle_roles import IdleStack, NoCheckpoints
@@ -30,6 +31,7 @@ from unirl.trainer.base import Trainer
 from unirl.trainer.build.assembly import assemble
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.pipelined import PipelinedTrainer
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -40,6 +42,8 @@ PROMPTS, REPEATS = 16, 8
 SCHEDULES: dict[str, dict[str, int] | None] = {
     "sync": None,
     "async, 0 versions, requests of 4 prompts": {"max_staleness": 0, "groups_per_request": 4},
+    "pipelined, requests of 4 prompts": {"groups_per_request": 4},
+    "pipelined, requests of 1 prompt": {"groups_per_request": 1},
     "one_step_off": {"max_staleness": 1},
     "async, 1 version, requests of 4 prompts": {"max_staleness": 1, "groups_per_request": 4},
     "async, 2 versions": {"max_staleness": 2},
@@ -94,6 +98,9 @@ class Reward(Sleeper):
 class Stack(Sleeper, IdleStack):
     """Trains nothing."""
 
+    num_parts = 0
+    """Parts so far."""
+
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def exact_ratios(self) -> list[str]:
         """There are none."""
@@ -104,6 +111,13 @@ class Stack(Sleeper, IdleStack):
         """Take the time."""
         self.work(resp.batch_size)
         return TrainStepResult({})
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train_part(self, resp: RolloutResp, *, progress: float, num_parts: int) -> TrainStepResult | None:
+        """Take the time of a part."""
+        self.work(resp.batch_size)
+        self.num_parts += 1
+        return None if self.num_parts % num_parts else TrainStepResult({})
 
 
 def main() -> None:
@@ -145,12 +159,18 @@ def share(schedule: dict[str, int] | None, seconds: tuple[float, ...], given: ar
                 config={},
                 stop=threading.Event(),
                 collects_ahead=schedule is not None,
-                takes_older=schedule is not None and schedule["max_staleness"] > 0,
-                loop=Trainer if schedule is None else functools.partial(AsyncTrainer, **schedule),
+                takes_older=schedule is not None and schedule.get("max_staleness", 0) > 0,
+                loop=_loop(schedule),
             )
             begun = time.monotonic()
             trainer.run()
             return max(part.slept_s for part in parts) / (time.monotonic() - begun)
+
+
+def _loop(schedule: dict[str, int] | None) -> Any:  # Any: a trainer, or one with arguments
+    if schedule is None:
+        return Trainer
+    return functools.partial(AsyncTrainer if "max_staleness" in schedule else PipelinedTrainer, **schedule)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_a_schedule_has_the_steps_of_its_slots_and_others_are_shown_with_it() ->
     assert said[1].startswith("  another      max_staleness: 0, requests per rollout: 1; ")
     own = as_json(found)["schedule"]
     assert (own["kind"], own["max_staleness"], own["requests"]) == ("async", 1, 4)
-    assert 4.5 <= own["step_s"] < 5.2 < plan(**parts).scheduled(0, 1).step_s < 9
+    assert 4.5 <= own["step_s"] < 5.2 < plan(**parts).scheduled(Ahead("async", 0, 1)).step_s < 9
     assert own["at_work"]["engine"] == pytest.approx(4 / own["step_s"])
     shared = plan(Ahead("async", 1, 4), engine_devices=0, **parts)
     assert "at once on one device" in list(lines(shared))[-1] and as_json(shared)["schedule"] is None

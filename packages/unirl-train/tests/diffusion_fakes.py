@@ -5,6 +5,7 @@ Legend: B samples, R rows, S stochastic steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -571,6 +572,33 @@ def trained(case: str) -> dict[str, Any]:
     return {"gradients": made.backend.gradients, "metrics": result.metrics}
 
 
+def trained_in_parts(lengths: Sequence[int] | None) -> dict[str, Any]:
+    """Gradients and metrics of one update on this rank's shard of twelve samples, in parts of these lengths; None: as
+    a whole."""
+    made = setup(DiffusionGRPO, clip_range=0.2, kl_coef=0.1, keep_reference=True, micro=2)
+    resp, dp_size = rollout(FieldPipeline(FieldBundle().model), sampling(), num_prompts=4), made.backend.dp_size
+    shard = resp.batch_size // dp_size
+    start = shard * made.backend.dp_rank
+    own = with_advantages(
+        resp.slice(start, start + shard), some_advantages(resp.batch_size)[start : start + shard].clone()
+    )
+    if lengths is None:
+        metrics = made.stack.train(own, progress=0.0).metrics
+        return {"gradients": made.backend.gradients, "metrics": metrics}
+    ends = list(itertools.accumulate(lengths, initial=0))
+    results = [
+        made.stack.train_part(own.slice(first, last), progress=0.0, num_parts=len(lengths))
+        for first, last in itertools.pairwise(ends)
+    ]
+    assert ends[-1] == shard and results[:-1] == [None] * (len(lengths) - 1) and results[-1] is not None
+    return {"gradients": made.backend.gradients, "metrics": results[-1].metrics}
+
+
+PARTS = {"even": [2, 2, 2], "uneven": [1, 3, 2]}
+"""Lengths of the parts of six samples, a rank's share."""
+
+
 def train_all() -> dict[str, Any]:
-    """`trained` of every case on this rank."""
-    return {case: trained(case) for case in CASES}
+    """`trained` of every case on this rank, and one update in parts."""
+    in_parts = {f"parts-{name}": trained_in_parts(lengths) for name, lengths in PARTS.items()}
+    return {case: trained(case) for case in CASES} | in_parts

@@ -25,6 +25,17 @@ def test_a_forecast_is_what_the_real_loops_reach(max_staleness: int, per_rollout
         assert reached == pytest.approx(measured, abs=0.04), durations
 
 
+def test_a_pipelined_rollout_takes_one_request_of_each_other_part_longer_than_its_slowest() -> None:
+    for durations in (Durations(4, 1, 2), Durations(2, 4, 1), Durations(2, 1, 4)):
+        slowest, rest = 4, 3
+        steady = forecast(durations, per_rollout=4, max_staleness=0, is_pipelined=True, spread=0.0)
+        assert steady.step_s == pytest.approx(slowest + rest / 4)
+        waiting = forecast(durations, per_rollout=4, max_staleness=0, spread=0.0)
+        assert steady.step_s < waiting.step_s
+    whole = forecast(Durations(4, 1, 2), per_rollout=1, max_staleness=0, is_pipelined=True, spread=0.0)
+    assert whole.step_s == pytest.approx(7)
+
+
 def test_without_spread_a_rollout_takes_the_slowest_part_and_the_push() -> None:
     steady = Durations(4, 1, 3, 0.5)
     ahead = forecast(steady, per_rollout=4, max_staleness=2, spread=0.0)

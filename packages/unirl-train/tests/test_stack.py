@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from advantaged import with_advantages
-from diffusion_fakes import CASES, FieldBundle, FieldPipeline, Setup, rollout, setup, some_advantages, train_all
+from diffusion_fakes import (
+    CASES,
+    PARTS,
+    FieldBundle,
+    FieldPipeline,
+    Setup,
+    rollout,
+    setup,
+    some_advantages,
+    train_all,
+    trained_in_parts,
+)
 from diffusion_fakes import trained as trained_alone
 from ranks import results_of_ranks
 from torch import Tensor
@@ -242,6 +253,30 @@ def test_two_ranks_train_to_the_gradients_of_one(case: str, ranks: list[dict[str
         for key, value in one["metrics"].items():
             if not key.startswith(("timing_s/", "perf/")):
                 assert two["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", list(PARTS))
+def test_an_update_in_parts_has_the_gradient_of_the_whole_on_one_rank_and_on_two(
+    parts: str, ranks: list[dict[str, Any]]
+):
+    whole = trained_in_parts(None)
+    alone = trained_in_parts([2 * length for length in PARTS[parts]])
+    for found in (alone, *(rank[f"parts-{parts}"] for rank in ranks)):
+        [mine], [theirs] = found["gradients"], whole["gradients"]
+        scale = max(float(gradient.abs().max()) for gradient in theirs.values())
+        for key, gradient in theirs.items():
+            torch.testing.assert_close(mine[key], gradient, rtol=1e-5, atol=1e-5 * scale)
+        for key, value in whole["metrics"].items():
+            if not key.startswith(("timing_s/", "perf/")):
+                assert found["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_parts_of_a_rollout_serve_one_update_of_one_track():
+    resp = with_advantages(response(), some_advantages(NUM_SAMPLES))
+    two = setup(DiffusionGRPO, updates=2)
+    with pytest.raises(ContractError, match="serves one update of one track: there are 2 of 1"):
+        two.stack.train_part(resp, progress=0.0, num_parts=2)
 
 
 @pytest.mark.slow

@@ -266,9 +266,10 @@ class ExperienceReplay:
 class Schedule:
     """Which phases of a run overlap, see docs/guides/async.md."""
 
-    kind: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: collect, then train. async: rollouts are collected while others are trained on, up to `max_staleness`.
-    one_step_off: async with one version and whole rollouts."""
+    kind: Literal["sync", "pipelined", "one_step_off", "async"] = "sync"
+    """sync: collect, then train. pipelined: requests of a rollout are trained on while its next ones are collected.
+    async: rollouts are collected while others are trained on, up to `max_staleness`. one_step_off: async with one
+    version and whole rollouts."""
     max_staleness: NonNegativeInt | None = None
     """Versions by which the weights that train may be newer than those that a sample began with; None: 1 of async."""
     groups_per_request: PositiveInt | None = None
@@ -297,7 +298,9 @@ class Schedule:
     @property
     def staleness(self) -> int:
         """Versions by which fresh samples may be old."""
-        return 0 if self.kind == "sync" else 1 if self.max_staleness is None else self.max_staleness
+        if self.kind in ("sync", "pipelined"):
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def takes_older(self) -> bool:

@@ -86,12 +86,25 @@ class PolicyStacks:
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
     def train(self, resp: RolloutResp, *, progress: float) -> TrainStepResult:
         """See `TrainStack.train`; every policy trains its tracks on this rank's shard."""
-        results = {name: stack.train(resp, progress=progress) for name, stack in self._stacks.items()}
-        updates = [
-            joined(dict(zip(results, each, strict=True)))
-            for each in itertools.zip_longest(*(result.updates for result in results.values()), fillvalue={})
-        ]
-        metrics = joined({name: result.metrics for name, result in results.items()})
-        metrics[GRAD_NORM] = max(result.metrics[GRAD_NORM] for result in results.values())
-        metrics[SKIPPED] = sum(result.metrics[SKIPPED] for result in results.values())
-        return TrainStepResult(metrics, updates)
+        return _joined_results({name: stack.train(resp, progress=progress) for name, stack in self._stacks.items()})
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train_part(self, resp: RolloutResp, *, progress: float, num_parts: int) -> TrainStepResult | None:
+        """See `TrainStack.train_part`; every policy trains its track."""
+        found = {
+            name: stack.train_part(resp, progress=progress, num_parts=num_parts) for name, stack in self._stacks.items()
+        }
+        results = {name: result for name, result in found.items() if result is not None}
+        return _joined_results(results) if results else None
+
+
+def _joined_results(results: Mapping[str, TrainStepResult]) -> TrainStepResult:
+    """The results of all policies, by policy."""
+    updates = [
+        joined(dict(zip(results, each, strict=True)))
+        for each in itertools.zip_longest(*(result.updates for result in results.values()), fillvalue={})
+    ]
+    metrics = joined({name: result.metrics for name, result in results.items()})
+    metrics[GRAD_NORM] = max(result.metrics[GRAD_NORM] for result in results.values())
+    metrics[SKIPPED] = sum(result.metrics[SKIPPED] for result in results.values())
+    return TrainStepResult(metrics, updates)

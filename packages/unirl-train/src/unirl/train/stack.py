@@ -98,6 +98,8 @@ class TrainStack:
                 "Remove it."
             )
         self._measures_balance = measures_balance
+        self._begun: Update | None = None
+        """The update whose parts come one after the other."""
         own = track_losses(named, losses or {})
         taking_turns = [name for name, loss in own.items() if loss.every > 1]
         if num_epochs > 1 and taking_turns:
@@ -195,7 +197,16 @@ class TrainStack:
                     micros[update][part.name] = anchored
             anchor_s = time.perf_counter() - started
             updates = [self._update(micros_of) for micros_of in micros]
-        self._num_updates_done += self._num_updates
+        result = self._result(updates, taking_part)
+        result.metrics["timing_s/anchor"] = anchor_s
+        result.metrics.update(rate)
+        return result
+
+    def _result(
+        self, updates: list[dict[str, float]], taking_part: Sequence[tuple[TrackPart, Sequence[int]]]
+    ) -> TrainStepResult:
+        """What the updates of a rollout did. taking_part: tracks with the numbers of the updates that train them."""
+        self._num_updates_done += len(updates)
         metrics = _joined(updates, self._maxima)
         for part, own in taking_part:
             metrics.update({part.prefix + name: value for name, value in part.algorithm.after_rollout().items()})
@@ -203,9 +214,32 @@ class TrainStack:
             if name in updates[own[0]]:
                 metrics[f"{part.prefix}{FIRST_RATIO}"] = updates[own[0]][name]
         metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
-        metrics["timing_s/anchor"] = anchor_s
-        metrics.update(rate)
         return TrainStepResult(metrics, updates)
+
+    @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
+    def train_part(self, resp: RolloutResp, *, progress: float, num_parts: int) -> TrainStepResult | None:
+        """Train on one of the parts that a rollout comes in, one after the other: gradients add up, and the last part
+        ends the update, the only one of the rollout. Returns its result then, None before.
+
+        Every rank calls it with a shard of each part; collectives inside. Raises ContractError for a stack of several
+        tracks or updates, an algorithm that judges an update as a whole, and advantages that are missing.
+        """
+        part = self._parts[0]
+        if len(self._parts) > 1 or self._num_updates > 1 or part.algorithm.judges_update:
+            raise ContractError(
+                f"a rollout in {num_parts} parts serves one update of one track: there are {self._num_updates} of "
+                f"{len(self._parts)}, and the algorithm judges updates: {part.algorithm.judges_update}"
+            )
+        track = self._track(resp, part.name)
+        self._require_same_samples({part.name: track})
+        [micros] = self._anchored(part, track, [0], progress)
+        if self._begun is None:
+            self._begun = Update(self._backend, self._parts, num_parts=num_parts)
+        self._begun.add({part.name: micros})
+        if not self._begun.is_whole:
+            return None
+        update, self._begun = self._begun, None
+        return self._result([self._finished(update)], [(part, [0])])
 
     def _track(self, resp: RolloutResp, name: str) -> RolloutTrack:
         track = resp.track(name)

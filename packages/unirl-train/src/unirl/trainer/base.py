@@ -112,10 +112,14 @@ class Trainer:
         trained = {**self._learner.train(rollout, self._record.recorded(done)), **replayed}
         if self._experience is not None:
             self._experience.finished(rollout.rollout_id)
-        self._record.keep_traces(done, self._learner.take_traces())
-        self.collector.finished(rollout.rollout_id, [rollout.rollout_id] if requests is None else requests)
+        self._finish(rollout.rollout_id, [rollout.rollout_id] if requests is None else requests)
         self._record.note(trained, rollout.num_samples)
         return trained
+
+    def _finish(self, rollout_id: int, requests: Sequence[int]) -> None:
+        """A rollout, made of these requests, is trained on."""
+        self._record.keep_traces(rollout_id + 1, self._learner.take_traces())
+        self.collector.finished(rollout_id, requests)
 
     def _loop(self) -> None:
         """Run rollouts with evaluations and checkpoints, to the end or until stopped."""

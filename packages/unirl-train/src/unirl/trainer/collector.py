@@ -17,6 +17,7 @@ from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.inherited import InheritedAdvantages
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
+from unirl.distributed.dispatch import collected
 from unirl.distributed.held import Held
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.runtime import Runtime
@@ -30,6 +31,7 @@ from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, Stac
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
 from unirl.types.errors import CheckpointError, ConfigError, RewardError
+from unirl.types.roles import Collect
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
 
@@ -70,6 +72,22 @@ class ScoredRollout:
     num_samples: int
     """Generated samples of the scored track, before selection."""
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ScoredPart:
+    """A request of a rollout with advantages, to train on before the others are there."""
+
+    number: int
+    """Its place in the rollout."""
+    progress: float
+    """Fraction of the run done, in [0, 1]."""
+    resp: Held
+    """The samples to train on; the learner releases them."""
+    whole: RolloutResp
+    """Metadata of all samples with their rewards, before selection."""
+    gauges: dict[str, float]
+    """As `ScoredGroups.gauges`."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +244,9 @@ class Collector(Generic[ParamsT]):
             progress = self._settings.progress(rollout_id)
             root = resp.meta.root_name()
             num_samples = resp.meta.track(self._scored_track or root).batch_size
-            metrics = self._attach_advantages(resp, root, progress)
+            advantages = self._advantages_by_track(resp.meta, root, progress, resp)
+            self._attach(resp, advantages)
+            metrics = self._metrics_of(resp.meta, root, advantages, progress)
             metrics.update({f"reward/{name}": value for name, value in gauges.items()})
             metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
             if show is not None:
@@ -234,6 +254,29 @@ class Collector(Generic[ParamsT]):
             resp = self._selected(resp, root)
             metrics["group/trained_samples"] = float(resp.meta.batch_size)
         return ScoredRollout(rollout_id, progress, resp, num_samples, metrics)
+
+    def part(self, rollout_id: int, number: int, groups: ScoredGroups, *, show: Show | None = None) -> ScoredPart:
+        """One request of a rollout with advantages, selected, where these compare samples of one group alone."""
+        with self._clock.phase("other"):
+            self._untrained.setdefault(rollout_id, self._advantage_state())
+            resp = self._joined([groups])
+            root, progress = resp.meta.root_name(), self._settings.progress(rollout_id)
+            self._attach(resp, self._advantages_by_track(resp.meta, root, progress, resp))
+            if show is not None:
+                show(resp)
+            return ScoredPart(number, progress, self._selected(resp, root), resp.meta, groups.gauges)
+
+    def summed_up(self, parts: Sequence[ScoredPart]) -> tuple[dict[str, float], int]:
+        """Metrics of a rollout that was trained on in parts, and the number of generated samples of the scored
+        track."""
+        meta, progress = collected(Collect.CONCAT, [part.whole for part in parts]), parts[0].progress
+        root = meta.root_name()
+        metrics = self._metrics_of(meta, root, self._advantages_by_track(meta, root, progress), progress)
+        gauges = largest([part.gauges for part in parts])
+        metrics.update({f"reward/{name}": value for name, value in gauges.items()})
+        metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
+        metrics["group/trained_samples"] = float(sum(part.resp.meta.batch_size for part in parts))
+        return metrics, meta.track(self._scored_track or root).batch_size
 
     def finished(self, rollout_id: int, requests: Sequence[int]) -> None:
         """Mark a rollout as trained on, so that its requests are not collected again."""
@@ -338,12 +381,15 @@ class Collector(Generic[ParamsT]):
 
     # Advantages and selection -----------------------------------------------------------------------------------
 
-    def _attach_advantages(self, resp: Held, root: str, progress: float) -> dict[str, float]:
-        """Compute advantages over the whole batch for every trained track, and for the root, which selection uses;
-        returns metrics of advantages and rewards."""
-        meta, trained = resp.meta, self._stack.trained_tracks()
+    def _advantages_by_track(
+        self, meta: RolloutResp, root: str, progress: float, resp: Held | None = None
+    ) -> dict[str, Tensor]:
+        """Advantages over the whole batch of every trained track, and of the root, which selection uses.
+
+        resp: the samples, for advantages that count tokens.
+        """
         advantages: dict[str, Tensor] = {}
-        for name in dict.fromkeys((root, *trained)):
+        for name in dict.fromkeys((root, *self._stack.trained_tracks())):
             track, normalize = meta.track(name), self._advantages_of(name)
             parent = track.parent_track
             if isinstance(normalize, InheritedAdvantages) and parent in advantages:
@@ -354,9 +400,19 @@ class Collector(Generic[ParamsT]):
                     track.group_ids,
                     track.component_rewards,
                     progress=progress,
-                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
+                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens and resp is not None else None,
                 )
-            resp.attach(name, advantages=advantages[name])
+        return advantages
+
+    def _attach(self, resp: Held, advantages: Mapping[str, Tensor]) -> None:
+        for name, own in advantages.items():
+            resp.attach(name, advantages=own)
+
+    def _metrics_of(
+        self, meta: RolloutResp, root: str, advantages: Mapping[str, Tensor], progress: float
+    ) -> dict[str, float]:
+        """Metrics of rewards and advantages."""
+        trained = self._stack.trained_tracks()
         return {
             **reward_metrics(meta.track(root)),
             **joined({name: reward_metrics(meta.track(name)) for name in trained if name != root}),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from unirl.algorithms.traces import Trace
 from unirl.distributed.runtime import Runtime
 from unirl.trainer.clock import PhaseClock
-from unirl.trainer.collector import ScoredRollout
+from unirl.trainer.collector import ScoredPart, ScoredRollout
 from unirl.trainer.guardrails import ALARMS, CHANGED_TENSORS, Alarm, Guardrails
 from unirl.trainer.parity import Parity
 from unirl.trainer.roles import FollowsTraining, StackRole, SyncRole
@@ -73,6 +73,8 @@ class Learner:
         """Changed tensors of the pushes since the last `watch`."""
         self._is_training = False
         self._traces: dict[str, Trace] = {}
+        self._notes_traces = False
+        """True while parts of a rollout train of which some samples are noted."""
 
     @property
     def is_training(self) -> bool:
@@ -123,10 +125,36 @@ class Learner:
         with self._clock.phase("other"):
             rollout.resp.release()
             if traced:
-                # Ranks that work on the same samples have the same.
-                self._traces = {trace["sample_id"]: trace for shard in self._stack.take_traces() for trace in shard}
+                self._take_from_stack()
         self._is_training = False
         return dict(result.metrics)
+
+    def train_part(self, part: ScoredPart, num_parts: int, traced: Sequence[str] = ()) -> dict[str, float]:
+        """Add the gradients of a part of a rollout, one after the other, and release it; the last one ends the update.
+        Returns metrics then, none before.
+
+        traced: as in `train`; given with the first part.
+        """
+        if part.number == 0:
+            self._traces, self._notes_traces = {}, bool(traced)
+            if traced:
+                self._stack.trace(list(traced))
+        is_last = part.number == num_parts - 1
+        self._is_training = is_last
+        if part.number == 0 and isinstance(self._sync, FollowsTraining):
+            self._sync.training_begins()
+        with self._clock.phase("train"):
+            result = self._stack.train_part(part.resp, progress=part.progress, num_parts=num_parts)
+        with self._clock.phase("other"):
+            part.resp.release()
+            if is_last and self._notes_traces:
+                self._take_from_stack()
+        self._is_training = False
+        return {} if result is None else dict(result.metrics)
+
+    def _take_from_stack(self) -> None:
+        # Ranks that work on the same samples have the same.
+        self._traces = {trace["sample_id"]: trace for shard in self._stack.take_traces() for trace in shard}
 
     def take_traces(self) -> list[Trace]:
         """Traces of the rollout that was trained on last."""

@@ -135,6 +135,10 @@ class StackRole(Protocol):
         """Run the updates of one rollout."""
         ...
 
+    def train_part(self, resp: Held, *, progress: float, num_parts: int) -> TrainStepResult | None:
+        """Add the gradients of one of the parts of a rollout; the last part ends the update."""
+        ...
+
     def state_dict(self) -> dict[str, float]:
         """State for checkpoints."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.app.plan.predict import MAKING, STEP, Seconds
@@ -12,6 +12,8 @@ from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.trainer.loops.forecast import SPREAD, Durations, Forecast, forecast
+
+PIPELINED = "pipelined"
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,15 @@ class Plan:
         """Seconds of a step during which the next samples are made, on other devices."""
         return max(self.making_s, self.training_s) + self._seconds(("push",))
 
-    def scheduled(self, max_staleness: int, requests: int) -> Forecast:
+    def scheduled(self, ahead: Ahead) -> Forecast:
         """Steps of a schedule whose engine, reward and training stand apart and take one request at a time."""
         durations = Durations(*(self._seconds((phase,)) for phase in STEP))
-        return forecast(durations, per_rollout=requests, max_staleness=max_staleness)
+        return forecast(
+            durations,
+            per_rollout=ahead.requests,
+            max_staleness=ahead.max_staleness,
+            is_pipelined=ahead.kind == PIPELINED,
+        )
 
     @property
     def most(self) -> str:
@@ -139,15 +146,16 @@ def _schedule_lines(plan: Plan, ahead: Ahead) -> Iterator[str]:
     if not plan.engine_devices:
         yield "  its schedule has engine and training work at once on one device, which a plan does not count"
         return
-    others = [(staleness, requests) for staleness in (0, 1, 2) for requests in dict.fromkeys((1, 4, ahead.requests))]
-    for staleness, requests in dict.fromkeys([(ahead.max_staleness, ahead.requests), *others]):
-        is_own = (staleness, requests) == (ahead.max_staleness, ahead.requests)
-        found = plan.scheduled(staleness, requests)
+    sizes = tuple(dict.fromkeys((1, 4, ahead.requests)))
+    others = [Ahead("async", staleness, requests) for staleness in (0, 1, 2) for requests in sizes]
+    own = ahead if ahead.kind == PIPELINED else replace(ahead, kind="async")
+    for each in dict.fromkeys([own, *others]):
+        found = plan.scheduled(each)
         works = ", ".join(f"{part} {found.share(part):.0%}" for part in found.worked_s)
-        name = "its schedule" if is_own else "another"
+        name = "its schedule" if each == own else "another"
+        said = PIPELINED if each.kind == PIPELINED else f"max_staleness: {each.max_staleness}"
         yield (
-            f"  {name:12} max_staleness: {staleness}, requests per rollout: {requests}; {_s(found.step_s)} per step; "
-            f"at work: {works}"
+            f"  {name:12} {said}, requests per rollout: {each.requests}; {_s(found.step_s)} per step; at work: {works}"
         )
     yield f"  single calls take more or less than their mean (log-normal, sigma {SPREAD:g})"
 
@@ -176,7 +184,7 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
 
 
 def _schedule_json(plan: Plan, ahead: Ahead) -> dict[str, Any]:  # Any: JSON
-    found = plan.scheduled(ahead.max_staleness, ahead.requests)
+    found = plan.scheduled(ahead)
     return {
         "kind": ahead.kind,
         "max_staleness": ahead.max_staleness,

@@ -28,6 +28,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
+from unirl.trainer.loops.pipelined import PipelinedTrainer
 from unirl.trainer.modality import Modality
 from unirl.trainer.parity import Parity
 from unirl.trainer.policy import build_part, role_name
@@ -155,16 +156,21 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Call
     schedule = run.file.schedule
     if schedule.kind == "sync":
         return lambda **parts: build_part(run.trainer, components()["trainer"], parts)
+    given = {
+        "groups_per_request": schedule.groups_per_request,
+        "requests_at_once": schedule.requests_at_once,
+        "log": OrderLog(run_dir / REQUESTS),
+        "order": order_of(schedule, settings.batch_size, settings.num_rollouts),
+    }
+    if schedule.kind == "pipelined":
+        return functools.partial(PipelinedTrainer, **given)
     return functools.partial(
         AsyncTrainer,
         max_staleness=schedule.staleness,
-        groups_per_request=schedule.groups_per_request,
         window=schedule.window_of(settings.batch_size),
         too_old=schedule.too_old,
-        requests_at_once=schedule.requests_at_once,
         cuts_calls=schedule.on_push != "finish",
-        log=OrderLog(run_dir / REQUESTS),
-        order=order_of(schedule, settings.batch_size, settings.num_rollouts),
+        **given,
     )
 
 

@@ -17,15 +17,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import RequestOf, ScoredGroups
 from unirl.trainer.loops.calls import CallOrder, CutRequest
-from unirl.trainer.loops.gauges import LoopGauges, span_metrics, waiting_metrics
+from unirl.trainer.loops.gauges import LoopGauges, span_metrics
 from unirl.trainer.loops.order import Begun, OrderLog, is_due, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
 from unirl.trainer.loops.slots import Slot, Slots, TooOld
@@ -82,6 +81,18 @@ class AsyncTrainer(Trainer):
 
     def step(self, rollout_id: int) -> dict[str, float]:
         """Push, and train on the oldest rollout; returns its metrics."""
+        pushed = self._pushed(rollout_id)
+        slots = self._oldest(rollout_id)
+        with self._gauges.busy["learner"].call(), self._clock.about(rollout=rollout_id):
+            groups = [slot.item for slot in slots if slot.item is not None]
+            rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
+            spans = span_metrics(rollout.resp.meta) if self._cuts_calls else {}
+            oldest = min(version for slot in slots for version in slot.versions)
+            trained = self._learned(rollout, [slot.number for slot in slots], oldest)
+        return {**rollout.metrics, **pushed, **trained, **spans, **self._loop_metrics(slots, rollout.num_samples)}
+
+    def _pushed(self, rollout_id: int) -> dict[str, float]:
+        """Push the weights between two requests, and give the slots of the rollout before back; returns metrics."""
         self._hold_up("engine", before=rollout_id)
         with self._gauges.busy["learner"].call(), self.collector.engine_in_use:
             self._record.scale_pools()
@@ -91,17 +102,12 @@ class AsyncTrainer(Trainer):
                 self._slots.free()
             self._threads.let_go()
         self._calls.open(self._slots.version)
-        slots = self._oldest(rollout_id)
-        with self._gauges.busy["learner"].call(), self._clock.about(rollout=rollout_id):
-            groups = [slot.item for slot in slots if slot.item is not None]
-            rollout = self.collector.ready(rollout_id, groups, show=self._shows(rollout_id))
-            spans = span_metrics(rollout.resp.meta) if self._cuts_calls else {}
-            oldest = min(version for slot in slots for version in slot.versions)
-            trained = self._learned(rollout, [slot.number for slot in slots], oldest)
+        return pushed
+
+    def _loop_metrics(self, slots: Sequence[Slot[ScoredGroups]], num_samples: int) -> dict[str, float]:
         with self._threads.changed:
-            waiting = waiting_metrics(self._slots, slots)
-        own = {**self._record.pool_metrics(), **self._gauges.take(slots, self._slots.version, rollout.num_samples)}
-        return {**rollout.metrics, **pushed, **trained, **self._clock.step_metrics(), **own, **waiting, **spans}
+            own = self._gauges.take(self._slots, slots, num_samples)
+        return {**self._clock.step_metrics(), **self._record.pool_metrics(), **own}
 
     def _loop(self) -> None:
         left = self.collector.left_over
@@ -122,8 +128,7 @@ class AsyncTrainer(Trainer):
             if self._cuts_calls and self._threads.failure is None:
                 self._cut_short()
             self._threads.join()
-            cut = [each.begun for each in self._cut]
-            for left in (*self._slots.clear(), *(resp for _, resp in self._unscored), *cut):
+            for left in (*self._slots.clear(), *(own for _, own in self._unscored), *(own.begun for own in self._cut)):
                 left.release()
 
     def _evaluate(self, done: int) -> dict[str, float]:
@@ -208,9 +213,7 @@ class AsyncTrainer(Trainer):
                 (groups or resp).release()
         return True
 
-    def _during(
-        self, name: str, slot: Slot[ScoredGroups], activity: Activity
-    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any], AbstractContextManager[None]]:
+    def _during(self, name: str, slot: Slot[ScoredGroups], activity: Activity) -> tuple[Any, ...]:  # Any: contexts
         about = self._clock.about(request=slot.number, rollout=slot.rollout, version=slot.version)
         doing = activity.doing(f"request {slot.number} of rollout {slot.rollout}")
         return self._gauges.busy[name].call(), doing, about
@@ -241,10 +244,7 @@ class AsyncTrainer(Trainer):
     def _oldest(self, rollout_id: int) -> list[Slot[ScoredGroups]]:
         """The requests of this rollout, when they are finished; they keep their slots."""
         wanted = None if self._order is None else requests_of(self._order, rollout_id, self._slots.per_rollout)
-        self._threads.wait("the requests of the oldest rollout", lambda: self._slots.oldest(wanted) is not None)
-        with self._threads.changed:
-            slots = self._slots.oldest(wanted) or []
-        for slot in slots:
-            if slot.rollout != rollout_id:
-                self._note(slot, rollout_id)
+        slots = self._threads.awaited("the requests of the oldest rollout", lambda: self._slots.oldest(wanted))
+        for slot in (slot for slot in slots if slot.rollout != rollout_id):
+            self._note(slot, rollout_id)
         return slots

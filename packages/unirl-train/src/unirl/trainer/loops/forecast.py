@@ -57,26 +57,41 @@ def forecast(
     per_rollout: int,
     max_staleness: int,
     spread: float = SPREAD,
+    is_pipelined: bool = False,
     num_rollouts: int = NUM_ROLLOUTS,
     seed: int = 0,
 ) -> Forecast:
     """A run of the asynchronous loop whose engine and reward take one request at a time.
 
-    per_rollout: requests of one. Raises ContractError for no rollouts, and for what `Slots` refuses.
+    per_rollout: requests of one. is_pipelined: each is trained on before the next ones are there. Raises ContractError
+    for no rollouts, and for what `Slots` refuses.
     """
     if num_rollouts < 1:
         raise ContractError(f"{num_rollouts} rollouts say nothing of a schedule; ask for 1 at least")
-    return _Run(durations, Slots(per_rollout, max_staleness), spread, num_rollouts, seed).forecast()
+    slots = Slots[float](per_rollout, max_staleness)
+    return _Run(durations, slots, spread, num_rollouts, seed, is_pipelined=is_pipelined).forecast()
 
 
 class _Run:
     """The parts, and what happens next. Whatever has happened, every part that can begin something does."""
 
-    def __init__(self, durations: Durations, slots: Slots[float], spread: float, num_rollouts: int, seed: int) -> None:
+    def __init__(
+        self,
+        durations: Durations,
+        slots: Slots[float],
+        spread: float,
+        num_rollouts: int,
+        seed: int,
+        *,
+        is_pipelined: bool,
+    ) -> None:
         self._durations = durations
         self._slots = slots
         self._spread = spread
         self._num_rollouts = num_rollouts
+        self._is_pipelined = is_pipelined
+        self._num_trained = 0
+        """Requests trained on, where they are one after the other."""
         self._draws = {name: random.Random(seed + i) for i, name in enumerate(("engine", "reward", "learner"))}  # noqa: S311 - a simulation
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -104,6 +119,9 @@ class _Run:
         if "learner" not in self._busy:
             if self._awaits_push and "engine" not in self._busy:
                 self._work("learner", self._durations.push_s, self._pushed, is_drawn=False)
+            elif self._is_pipelined:
+                if self._slots.finished(self._num_trained) is not None:
+                    self._work("learner", self._durations.train_s / self._slots.per_rollout, self._part_trained)
             elif not self._awaits_push and self._slots.oldest() is not None:
                 self._work("learner", self._durations.train_s, self._trained)
         if "engine" not in self._busy and not self._awaits_push:
@@ -136,6 +154,12 @@ class _Run:
 
     def _scored(self, slot: Slot[float]) -> None:
         slot.item = self._now_s
+
+    def _part_trained(self) -> None:
+        self._num_trained += 1
+        if self._num_trained % self._slots.per_rollout == 0:
+            self._slots.oldest()  # whose slots the push gives back
+            self._trained()
 
     def _trained(self) -> None:
         self._ends_s.append(self._now_s)

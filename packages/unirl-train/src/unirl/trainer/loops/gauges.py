@@ -28,10 +28,9 @@ class LoopGauges:
         """The run begins now."""
         self._measured_at = time.monotonic()
 
-    def take(self, slots: Collection[Slot[Any]], version: int, num_samples: int) -> dict[str, float]:
-        """How old the samples of a rollout are, and who waited since the last one. version: of the weights that the
-        engine has."""
-        lags = [version - own for slot in slots for own in slot.versions]
+    def take(self, slots: Slots[Any], taken: Collection[Slot[Any]], num_samples: int) -> dict[str, float]:
+        """How old the samples of a rollout are, which requests it was made of, and who waited since the last one."""
+        lags = [slots.version - own for slot in taken for own in slot.versions]
         begun, self._measured_at = self._measured_at, time.monotonic()
         wall_s = self._measured_at - begun
         busy_s = {name: clock.take() for name, clock in self.busy.items()}
@@ -44,6 +43,7 @@ class LoopGauges:
             WALL_S: wall_s,
             "schedule/concurrency": sum(busy_s.values()) / wall_s,
             "perf/samples_per_s": num_samples / wall_s,
+            **_waiting_metrics(slots, taken),
         }
 
 
@@ -58,7 +58,7 @@ def span_metrics(resp: RolloutResp) -> dict[str, float]:
     return {"schedule/samples_resumed": float((steps > 0).sum()), "schedule/version_span/max": float(steps.max())}
 
 
-def waiting_metrics(slots: Slots[Any], taken: Collection[Slot[Any]]) -> dict[str, float]:
+def _waiting_metrics(slots: Slots[Any], taken: Collection[Slot[Any]]) -> dict[str, float]:
     """Finished requests that are not of the rollout that was taken, and older ones that are not finished."""
     waiting, overtaken = slots.num_waiting - len(taken), slots.num_overtaken
     own = {"schedule/requests_waiting": float(waiting), "schedule/requests_overtaken": float(overtaken)}

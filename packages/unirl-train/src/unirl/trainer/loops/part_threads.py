@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from unirl.trainer.loops.calls import CallsEndedError
 from unirl.types.heartbeat import Activity
@@ -20,6 +20,7 @@ STUCK_S = 600.0
 AGAIN_S = 0.5
 """Seconds after which what still works is told again to end early."""
 
+ItemT = TypeVar("ItemT")
 Work = Callable[[Activity], bool]
 """One request of a part, from beginning to end; False at the end of the run."""
 
@@ -74,15 +75,28 @@ class PartThreads:
 
     def wait(self, what: str, is_settled: Callable[[], bool]) -> None:
         """Wait for the other threads. Raises what ended one. what: for the warning that it takes long."""
+        self.awaited(what, lambda: True if is_settled() else None)
+
+    def awaited(self, what: str, find: Callable[[], ItemT | None]) -> ItemT:
+        """Wait until the other threads have made what `find` finds; otherwise as `wait`."""
         begun, patience_s = time.monotonic(), STUCK_S
+        found: list[ItemT] = []
+
+        def is_there() -> bool:
+            item = find()
+            if item is not None:
+                found.append(item)
+            return self.failure is not None or bool(found)
+
         with self.changed:
-            while not self.changed.wait_for(lambda: self.failure is not None or is_settled(), patience_s):
+            while not self.changed.wait_for(is_there, patience_s):
                 doing = "; ".join(f"{name}: {activity.report()}" for name, activity in self._activity)
                 waited_s = time.monotonic() - begun
                 logger.warning("training has waited for %s for %.0f s. %s", what, waited_s, doing)
                 patience_s = waited_s
             if self.failure is not None:
                 raise self.failure
+            return found[0]
 
     def repeat_until(self, tell: Callable[[], None], is_quiet: Callable[[], bool]) -> None:
         """Tell the others something until they are quiet, again after a while, since one may just have begun; or until

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from unirl.algorithms.advantage_presets import PRESETS
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import Schedule
@@ -12,6 +13,7 @@ from unirl.trainer.loops.order import order_of
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine, Messages, Part
 
+ADVANTAGES = "unirl.algorithms.advantages.AdvantageConfig"
 LOOP = "unirl.trainer.base.Trainer"
 AHEAD = "collects while others are trained on"
 
@@ -26,6 +28,14 @@ def schedule_says_what_it_does(run: ComposedRun) -> Messages:
         if schedule.window:
             yield "schedule.window does nothing with schedule.kind: sync. Set kind: async, or remove it."
         return
+    if schedule.kind == "pipelined":
+        if schedule.max_staleness not in (None, 0):
+            yield f"schedule.max_staleness = {schedule.max_staleness}, but pipelined is 0. Set kind: async."
+        if schedule.groups_per_request in (None, run.batch_size):
+            yield (
+                f"schedule.kind = pipelined trains on requests of a rollout while others are made, and there is one of "
+                f"batch_size = {run.batch_size} prompts. Set schedule.groups_per_request to a part of it."
+            )
     if schedule.kind == "one_step_off":
         if schedule.max_staleness not in (None, 1):
             yield f"schedule.max_staleness = {schedule.max_staleness}, but one_step_off is 1. Set kind: async."
@@ -171,18 +181,59 @@ def a_window_overtakes_something(run: ComposedRun) -> Messages:
 def requests_divide(run: ComposedRun) -> Messages:
     """Requests of a schedule make whole rollouts, and their samples divide over even pools."""
     size = run.file.schedule.groups_per_request
-    if size is None or run.file.schedule.kind != "async":
+    kind = run.file.schedule.kind
+    if size is None or kind not in ("async", "pipelined"):
         return
     if run.batch_size % size:
         yield f"schedule.groups_per_request = {size} does not divide batch_size = {run.batch_size}. Change one of them."
         return
-    for group in groups_of_run(run)[1:]:
+    for group in groups_of_run(run)[0 if kind == "pipelined" else 1 :]:
         samples, count = size * run.samples_per_prompt, len(group.devices)
         if not group.given.is_served and samples % count:
             yield (
                 f"schedule.groups_per_request * {run.samples_key} = {size} * {run.samples_per_prompt} = {samples} is "
                 f"not divisible by the {count} devices of {group.given.shown}. Change one of them."
             )
+
+
+def parts_add_up_to_one_update(run: ComposedRun) -> Messages:
+    """Requests that are trained on one after the other make one update of one track, and compare samples of groups."""
+    if run.file.schedule.kind != "pipelined":
+        return
+    why = "schedule.kind = pipelined adds up the gradients of requests"
+    if run.file.schedule.experience is not None:
+        yield f"{why}, and schedule.experience mixes whole rollouts. Remove one of them."
+    for policy in run.policies.values():
+        stack = policy.stack
+        for key in ("num_updates_per_batch", "num_epochs"):
+            if stack.get(key, 1) != 1:
+                yield f"{why} in one update, {stack.at}.{key} = {stack.get(key)}. Set it to 1, or kind: sync."
+        if len(policy.algorithms) > 1:
+            yield f"{why} of one track, {stack.at} trains {', '.join(policy.algorithms)}. Set kind: sync."
+        for own in policy.algorithms.values():
+            if own.ability("learns_value"):
+                yield f"{why}, which the critic of {own.name} does not. Set kind: sync."
+            correction = own.node.get("rollout_correction")
+            if isinstance(correction, Mapping) and correction.get("m2_threshold") is not None:
+                yield f"{why}, and {own.at}.rollout_correction judges an update as a whole. Set kind: sync."
+    for own in {stage.advantages.at: stage.advantages for stage in run.stages}.values():
+        yield from _compares_groups_alone(own, why)
+
+
+def _compares_groups_alone(own: Part, why: str) -> Messages:
+    """Advantages of a request are those that it has in the whole rollout."""
+    if own.get("kind") == "equal":
+        return
+    if own.path != ADVANTAGES:
+        yield f"{why}, and {own.name} may compare samples of all of a rollout. Take {ADVANTAGES}, or kind: sync."
+        return
+    options = {**PRESETS.get(own.get("preset"), {}), **{key: value for key, value in own.node.items() if value}}
+    wide = {key: options.get(key) for key in ("center", "scale") if options.get(key) in ("batch", "residual")}
+    if options.get("multi_reward") == "gdpo":
+        wide["multi_reward"] = "gdpo"
+    if wide:
+        said = ", ".join(f"{own.at}.{key} = {value}" for key, value in wide.items())
+        yield f"{why}, and {said} needs all of a rollout. Take statistics of groups (preset: flow_grpo), or kind: sync."
 
 
 def stale_samples_are_corrected(run: ComposedRun) -> Messages:
@@ -251,5 +302,6 @@ RULES = (
     what_is_too_old_can_be,
     a_window_overtakes_something,
     requests_divide,
+    parts_add_up_to_one_update,
     stale_samples_are_corrected,
 )

@@ -166,6 +166,10 @@ class Slots(Generic[ItemT]):
         self._taken = found
         return found
 
+    def finished(self, number: int) -> ItemT | None:
+        """What was made of a request that is not trained on; None as long as it is not finished."""
+        return next((slot.item for slot in self._slots if slot.number == number), None)
+
     def _first_finished(self) -> list[Slot[ItemT]]:
         """Requests of the next rollout, fewer if that many are not finished; some may not be, which are waited for."""
         expired = self._expired()
