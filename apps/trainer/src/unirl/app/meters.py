@@ -84,16 +84,17 @@ class AcceleratorMeter:
         does not tell."""
         spent = Spent()
         with torch.accelerator.device_index(self.device.index):
-            counts = kind_of(self.device.type).counts_memory
-            if counts:
-                torch.accelerator.reset_peak_memory_stats()
+            # torch.accelerator is the pretend device where one is registered.
+            counter = torch.get_device_module(self.device) if kind_of(self.device.type).counts_memory else None
+            if counter is not None:
+                counter.reset_peak_memory_stats()
             begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
             begin.record()
             yield spent
             end.record()
             end.synchronize()
             spent.seconds = begin.elapsed_time(end) / 1e3
-            spent.peak_bytes = torch.accelerator.max_memory_allocated() if counts else None
+            spent.peak_bytes = None if counter is None else counter.max_memory_allocated()
 
 
 def meter_of(device: str) -> Meter:
