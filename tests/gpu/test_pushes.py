@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from unirl.types.bucket_files import BucketLayout
+from unirl.types.deltas import element_delta
 from unirl.types.weights import tensor_checksums, weight_buckets
 from unirl.types.word_sums import word_sums
 
@@ -68,3 +69,14 @@ def test_sums_take_bounded_memory_and_few_launches(device):
     assert module.max_memory_allocated() - before < 160e6
     launches = sum(event.count for event in profile.key_averages() if "LaunchKernel" in event.key)
     assert launches < 300  # 16 chunks of about 6 operations, and 60 at the end
+
+
+def test_elements_that_changed_on_the_device_make_the_delta_of_a_cpu(device):
+    for base in weights().values():
+        tensor = base.clone()
+        if base.numel() > 2:
+            tensor.view(-1)[1::50] = base.view(-1)[0]
+        here, there = element_delta(base, tensor), element_delta(base, tensor.to(device))
+        assert here.num_changed == there.num_changed and (here.data is None) == (there.data is None)
+        if here.data is not None and there.data is not None:
+            assert torch.equal(here.data, there.data)

@@ -38,13 +38,15 @@ class ElementDelta(NamedTuple):
 
 
 def element_delta(base: Tensor, tensor: Tensor) -> ElementDelta:
-    """What makes `tensor` of `base`. Both are in host memory, of one shape and dtype."""
-    old, new = _bits(base), _bits(tensor)
-    changed = new != old
+    """What makes `tensor` of `base`, of one shape and dtype. They are compared where `tensor` is, and of that only what
+    has changed comes to the host.
+    """
+    new = _bits(tensor)
+    changed = new != _bits(base).to(new.device)
     num_changed, size = int(changed.count_nonzero()), new.element_size()
     if 1 + num_changed * size >= new.nbytes:
         return ElementDelta(num_changed, None)
-    places = np.flatnonzero(changed.numpy())
+    places = changed.nonzero().squeeze(1).cpu().numpy()
     gaps = np.diff(places, prepend=-1) - 1
     num_bytes = {width: (num_changed + int((gaps >> 8 * width).sum())) * (width + size) for width in _GAP_SIZES}
     num_bytes[_BITMAP] = -(-new.numel() // 8) + num_changed * size
@@ -52,11 +54,12 @@ def element_delta(base: Tensor, tensor: Tensor) -> ElementDelta:
     if 1 + num_bytes[written] >= new.nbytes:
         return ElementDelta(num_changed, None)
     if written == _BITMAP:
-        said = np.packbits(changed.numpy())
+        said = np.packbits(changed.cpu().numpy())
     else:
         places = _with_those_between(places, gaps, 1 << 8 * written)
         said = (np.diff(places, prepend=-1) - 1).astype(f"<u{written}").view(np.uint8)
-    parts = (np.array([written], np.uint8), said, new.numpy()[places].view(np.uint8))
+    values = new[torch.from_numpy(places).to(new.device)].cpu().numpy()
+    parts = (np.array([written], np.uint8), said, values.view(np.uint8))
     return ElementDelta(num_changed, torch.from_numpy(np.concatenate(parts)))
 
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from unirl.types.deltas import element_delta
+from unirl.train.backend.activation_offload import host_memory
+from unirl.types.deltas import element_delta, put_delta
 from unirl.types.weights import WeightSpec
 
 Changed = Literal["all", "tensors", "elements"]
@@ -52,15 +53,19 @@ class LastPush:
             return None
         if not self._keeps_elements:
             return tensor
-        num_changed, delta = tensor.numel(), None
-        if last is not None:
-            num_changed, delta = element_delta(self._tensors[spec.name], tensor.detach().cpu())
+        if last is None:
+            self._num_changed += tensor.numel()
+            self._keep(spec.name, tensor)
+            return tensor
+        num_changed, delta = element_delta(self._tensors[spec.name], tensor)
         self._num_changed += num_changed
-        self._keep(spec.name, tensor)
-        return tensor if delta is None else delta
+        if delta is None:
+            self._keep(spec.name, tensor)
+            return tensor
+        put_delta(self._tensors[spec.name], delta)
+        return delta
 
     def _keep(self, name: str, tensor: Tensor) -> None:
-        if name in self._tensors:
-            self._tensors[name].copy_(tensor)
-        else:
-            self._tensors[name] = tensor.detach().to("cpu", copy=True)
+        if name not in self._tensors:
+            self._tensors[name] = host_memory(tensor)
+        self._tensors[name].copy_(tensor.detach())
