@@ -15,10 +15,15 @@ from safetensors.torch import load_file
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
+from unirl.distributed.weight_sync.action_canary import ActionCanary
+from unirl.distributed.weight_sync.canary import canary_primitives
 from unirl.models.action.bundle import ActionBundle
+from unirl.models.action.pipeline import BinsActionPipeline, FlowActionPipeline
 from unirl.models.tiny import openvla, pi0
 from unirl.rollout.environments.workers import EnvironmentWorkers
 from unirl.trainer.commands import export_recipe
+from unirl.types.sampling import ActionSamplingParams
+from unirl.worlds import tabletop
 
 SMALL = [
     "num_rollouts=2",
@@ -80,6 +85,50 @@ def test_a_run_and_its_repetition_have_the_same_bits_and_so_has_a_resumed_one(na
     run(name, tmp_path / "stopped", "save.interval=1", after=1)
     resumed = run(name, tmp_path / "stopped", "save.interval=1", "resume=auto")
     assert resumed[2] == whole[2]
+
+
+REPLICA = [
+    "engine._target_=unirl.rollout.engine.replica.episodes.ReplicaEpisodesEngine",
+    "+engine.dtype=fp32",
+    "+sync={_target_: unirl.distributed.weight_sync.full.FullWeightSync, dtype: fp32}",
+    "+sync.canary_tolerance=1.0e-4",
+]
+
+
+@pytest.mark.parametrize("name", ["vla/tabletop_push_grpo", "vla/tabletop_push_tokens", "vla/tabletop_push_noise"])
+def test_a_copy_that_is_pushed_to_plays_with_the_bits_of_the_policy(name, tmp_path):
+    direct = run(name, tmp_path / "direct", "algorithm.old_logp_source=replay")
+    copy = run(name, tmp_path / "copy", "algorithm.old_logp_source=replay", *REPLICA)
+    gaps = [own["sync/logprob_gap_max"] for own in copy.values() if "sync/logprob_gap_max" in own]
+    assert gaps and max(gaps) < 1e-4
+    without = {step: {key: own[key] for key in own if "sync/" not in key} for step, own in copy.items()}
+    assert without == {step: {key: own[key] for key in own if "sync/" not in key} for step, own in direct.items()}
+
+
+@pytest.mark.parametrize(("checkpoint", "kind"), [("flow", FlowActionPipeline), ("bins", BinsActionPipeline)])
+def test_a_rank_without_an_engine_replays_as_often_as_the_one_that_has_it(checkpoint, kind, monkeypatch):
+    """Shards are gathered equally often on all ranks."""
+    bundle = ActionBundle(str(Path(str(tabletop.__file__)).parent / "checkpoint" / checkpoint), dtype="fp32")
+    pipeline, replayed = kind(bundle), []
+    monkeypatch.setattr(pipeline, "replay", lambda *given, own=pipeline.replay: replayed.append(1) or own(*given))
+    given = ActionSamplingParams(samples_per_prompt=2), torch.device("cpu"), canary_primitives(("a",), None), None
+    ActionCanary(pipeline, *given).replay_only()
+    assert replayed == [1]
+
+
+@pytest.mark.ray
+def test_actor_and_rollout_apart_have_the_numbers_of_one_process(tmp_path):
+    name, words = "vla/tabletop_push_flow", ["batch_size=2", "sampling.samples_per_prompt=4"]
+    register_resolvers()
+    found = {}
+    for place in ("0", "1"):
+        placed = [f"component_placement.{each}={place}" for each in ("rollout", "env")]
+        _, records = stopping.run(resolve(compose(name, [*SMALL, *words, *placed])), tmp_path / place)
+        found[place] = {
+            step: {key: own[key] for key in own if not key.startswith("sync/") and not key.endswith("environment_s")}
+            for step, own in ((step, stopping.comparable(each)) for step, each in records.items())
+        }
+    assert found["1"] == found["0"]
 
 
 def test_deaths_of_environments_change_no_bit(tmp_path, monkeypatch):

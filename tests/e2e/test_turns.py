@@ -57,6 +57,13 @@ def test_engines_and_schedules_have_the_same_bits(tmp_path):
     assert max(value for step in direct.values() for name, value in step.items() if name.endswith("rollout/turns")) > 1
 
 
+@pytest.mark.ray
+def test_turns_in_other_workers_have_the_bits_of_one_process(tmp_path):
+    """The engine that is pushed to is asked for canaries without turns."""
+    apart = [f"component_placement.{name}={place}" for name, place in (("actor", 0), ("rollout", 1), ("env", 1))]
+    assert run(tmp_path / "apart", *REPLICA, *apart) == run(tmp_path / "one", *REPLICA)
+
+
 def test_images_between_turns_are_sampled_trained_and_recorded(tmp_path):
     """A replica has a copy of the model, and gets each turn's tokens and images as an engine elsewhere does."""
     words = ["algorithm.old_logp_source=replay", "media_interval=1", "num_rollouts=2", "eval.pass_prompts=4"]

@@ -12,6 +12,7 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from unirl.distributed.group.remote_role import RemoteRole
+from unirl.distributed.weight_sync.action_canary import ActionCanary
 from unirl.distributed.weight_sync.canary import Canary, TokenCanary, TransitionCanary, canary_primitives
 from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.transports.base import SlicingTransport, TransportName
@@ -21,10 +22,11 @@ from unirl.types.errors import ConfigError, UniRLError, WeightSyncError
 from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.engines import PushTarget
-from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
+from unirl.types.protocols.models import ActionPipeline, AutoregressivePipeline, DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.sampling import (
+    ActionSamplingParams,
     ARSamplingParams,
     BaseSamplingParams,
     DiffusionSamplingParams,
@@ -49,8 +51,8 @@ class WeightSync(ABC):
     dtype: of the engine's weights; tensors are rounded to it before they are sent.
     canary_prompts: short texts that the engine samples from after every push. canary_image_size: side in pixels of an
         image per text in the slot "image", for models that need one; None sends no images.
-    canary_tolerance: largest difference between the engine's log-probs and the trainer's, see `TokenCanary` and
-        `TransitionCanary`; None takes their defaults.
+    canary_tolerance: largest difference between the engine's log-probs and the trainer's, see `TokenCanary`,
+        `TransitionCanary` and `ActionCanary`; None takes their defaults.
     transport: how tensors are sent to engines in other workers: "ray" (objects; the default), "files", "ipc" (shared
         memory), "nccl" (broadcast). transfer_dir: folder of "files";
         None: /dev/shm.
@@ -64,7 +66,7 @@ class WeightSync(ABC):
         self,
         backend: TrainBackend,
         engine: PushTarget | None,
-        pipeline: AutoregressivePipeline | DiffusionPipeline,
+        pipeline: ActionPipeline | AutoregressivePipeline | DiffusionPipeline,
         *,
         sampling: BaseSamplingParams,
         dtype: Precision = "bf16",
@@ -237,7 +239,7 @@ class WeightSync(ABC):
 
 def _canary(
     backend: TrainBackend,
-    pipeline: AutoregressivePipeline | DiffusionPipeline,
+    pipeline: ActionPipeline | AutoregressivePipeline | DiffusionPipeline,
     sampling: BaseSamplingParams,
     primitives: Mapping[str, Primitive],
     tolerance: float | None,
@@ -250,5 +252,7 @@ def _canary(
             return TransitionCanary(
                 cast("DiffusionPipeline", pipeline), sampling, backend.device, primitives, tolerance
             )
+        case ActionSamplingParams():
+            return ActionCanary(cast("ActionPipeline", pipeline), sampling, backend.device, primitives, tolerance)
         case other:
             raise ConfigError(f"a push of a policy that is sampled by {type(other).__name__} has no canary")

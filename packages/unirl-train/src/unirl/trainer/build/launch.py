@@ -10,7 +10,7 @@ from typing import Any
 from unirl.config.placement import REWARD, SCORERS, WorkerGroup, cluster_shape, groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime, Runtime
-from unirl.trainer.build.worker import build_components
+from unirl.trainer.build.worker import build_components, pushed_role
 from unirl.types.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def _start_on_ray(run: ComposedRun, builder: Callable[..., Mapping[str, object]]
         for group in groups
     ]
     pushes = [
-        Push(group.name, stage.at, policy.name if run.is_staged else None)
+        Push(group.name, pushed_role(stage), policy.name if run.is_staged else None)
         for policy in run.policies.values()
         for stage in [run.pushed_stage(policy)]
         for group in others

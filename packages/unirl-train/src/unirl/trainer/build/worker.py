@@ -188,9 +188,15 @@ def _build_beside_training(
         }
         engines = _build_engines(run, here, models, context)
         made.update(engines)
+        made.update({pushed_role(stage): engines[stage.at] for stage in here})
         made["engine"] = _joined(run, engines, models, context)
         _announce(run, made["engine"], reward)
     return made
+
+
+def pushed_role(stage: Stage) -> str:
+    """Name of the engine of a stage that receives pushes: one that takes turns is not asked for canaries in turns."""
+    return stage.at if stage.turns is None else f"{stage.at}.in_turns"
 
 
 def _build_reward(run: ComposedRun, context: WorkerContext, holds: Sequence[str]) -> Built:
