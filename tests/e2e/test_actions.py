@@ -217,6 +217,39 @@ def test_openvla_trains_and_its_export_continues(tmp_path):
     assert again[1]["policy/first_ratio_max_abs_dev"] == 0
 
 
+LORA = ["parts/train=lora", "backend.lora.rank=4", "backend.lora.alpha=8", "backend.fsdp=null", "bundle.dtype=fp32"]
+SMALL_LORA = [*LORA, "device=cpu", "backend.optimizer.learning_rate=1e-2", "stack.num_updates_per_batch=2"]
+ADAPTED = {
+    "vla/pi0_tabletop_grpo": (pi0, ["bundle.tokenizer=null", "stack.num_epochs=1"], "model.dit.layers.0.mlp.up_proj"),
+    "vla/openvla_oft_grpo": (
+        openvla,
+        ["runtime=local", "num_devices=1", "bundle.max_text_tokens=100"],
+        "language_model.model.layers.0.mlp.up_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_large_policies_train_with_adapters_where_gradients_reach(name, tmp_path):
+    """Frozen parts and what is no linear layer keep their bits; merged, the adapters are in the released weights."""
+    tiny, own, adapted = ADAPTED[name]
+    base, out = tiny.save(tmp_path / "base"), tmp_path / "out"
+    words = [*SMALL_LORA, *own, f"bundle.pretrained_model={base}", "num_rollouts=1"]
+    words += ["engine.environment.id=dense_room:tests/DenseRoom-v0"]
+    records = run(name, tmp_path / "run", *words)
+    assert records[1]["policy/first_ratio_max_abs_dev"] == 0 and records[1]["train/grad_norm"] > 0
+    export_recipe(run_of(composed(name, *words)), tmp_path / "run", out, merged=True)
+    if name == "vla/pi0_tabletop_grpo":
+        found = [transformers.PI0ForConditionalGeneration.from_pretrained(each).state_dict() for each in (base, out)]
+    else:
+        found = [load_file(each / "model.safetensors") for each in (base, out)]
+    before, after = found
+    moved = {key for key, value in after.items() if not torch.equal(value, before[key])}
+    assert f"{adapted}.weight" in moved and all(key.endswith(".weight") for key in moved)
+    kept = ("vlm.", "vision_backbone.", "norm", "embed_tokens", "lm_head")
+    assert not [key for key in moved if any(part in key for part in kept)]
+
+
 @pytest.mark.parametrize("head", ["flow", "bins"])
 def test_demonstrations_are_cloned_with_the_same_bits_after_a_resume(head, tmp_path):
     """Eight rollouts of 25 demonstrations: the loss falls, and the policy that was cloned acts in the evaluation."""

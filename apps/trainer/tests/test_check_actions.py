@@ -77,6 +77,11 @@ def test_the_recipes_have_no_mistakes(name):
         (GRPO, ["algorithm._target_=unirl.algorithms.ar_grpo.ARGRPO"], "trains on no actions, but sampling._target_"),
         (PPO, ["+eval.max_new_tokens=4"], "eval.max_new_tokens: of texts, but this run samples episodes"),
         (PPO, ["+backend.lora={_target_:unirl.train.configs.LoraConfig,rank:2,alpha:2}"], "has no layers for adapters"),
+        (
+            "vla/pi0_tabletop_grpo",
+            ["parts/train=lora", "+backend.lora.target_modules=[q_proj]"],
+            "backend.lora.target_modules names ['q_proj'], with which layers of parts that are frozen end too",
+        ),
         (PPO, ["bundle.pretrained_model=null"], "bundle.pretrained_model and bundle.config: both are missing"),
     ],
 )

@@ -85,15 +85,15 @@ def _place(made: Node, placement: Any, options: Node) -> list[str]:  # Any: a va
         if own:
             raise ConfigError(
                 f"rollout.{next(iter(own))} is of the pool of the engine, and {PLACEMENT} places none. Add "
-                f"{PLACEMENT}.rollout, or set pools.rollout.{next(iter(own))}."
+                f"{PLACEMENT}.rollout, or name the pool in pools."
             )
         return []
     placed = _components(placement)
     for old in ("pools", "placement"):
         if any(value is not None for value in (made.get(old) or {}).values()):
             raise ConfigError(
-                f"{PLACEMENT} and {old} are both set, and say the same in other words: {PLACEMENT}.actor is "
-                f"pools.train.devices, {PLACEMENT}.rollout is pools.rollout.devices. Remove one."
+                f"{PLACEMENT} and {old} are both set, and say the same in other words: actor is the pool "
+                "train, rollout the pool rollout. Remove one."
             )
     _size(made, placed)
     pools: Node = {POOLS[name]: {"devices": text} for name, text in placed.items() if name != ENV}

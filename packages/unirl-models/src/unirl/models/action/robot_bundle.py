@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar
 
 from torch import nn
@@ -20,10 +21,9 @@ class RobotBundle(Bundle):
     recipe_rules: ClassVar[str] = "unirl.models.action.large_rules"
     index_file: ClassVar[str] = CONFIG_FILE
     component: ClassVar[str] = "policy"
-    lora_target_modules: tuple[str, ...] = ()
-
     robot: Robot
     network: nn.Module
+    _linear_layers: tuple[str, ...] = ()
 
     @property
     def chunk_shape(self) -> tuple[int, int]:
@@ -39,6 +39,20 @@ class RobotBundle(Bundle):
     def state_size(self) -> int | None:
         """Numbers of the environment's states; None: it reads none."""
         return self.robot.state_size
+
+    @property
+    def lora_target_modules(self) -> tuple[str, ...]:
+        """Names of the linear layers that train. Without adapters these would train whole, with them only the adapters
+        do."""
+        return self._linear_layers
+
+    def _note_linear_layers(self, kept: Collection[str] = ()) -> None:
+        """Remember the layers that train, before adapters freeze them. kept: names of those without adapters."""
+        self._linear_layers = tuple(
+            name
+            for name, layer in self.network.named_modules()
+            if isinstance(layer, nn.Linear) and layer.weight.requires_grad and name not in kept
+        )
 
     def trainable_modules(self) -> dict[str, nn.Module]:
         """The whole model, of which parts may be frozen."""

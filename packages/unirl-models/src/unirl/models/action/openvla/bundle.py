@@ -75,6 +75,8 @@ class OpenVLABundle(RobotBundle):
         self._files: TensorFiles | None = None
         self.network = self._load(dtype_named(dtype, "dtype"))
         self.network.vision_backbone.requires_grad_(not freeze_vision)
+        # The logits of a chunk are rows of the head, which stays whole, as in the released fine-tuning.
+        self._note_linear_layers(kept=["language_model.lm_head"])
 
     # What training asks ----------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class OpenVLABundle(RobotBundle):
         is the checkpoint itself.
         """
         weights = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state[self.component].items()}
-        check_fits(weights, self.network.state_dict(), self.folder.path, most=8)
+        check_fits(weights, self._empty("meta").state_dict(), self.folder.path, most=8)
         target = export_folder(folder, self.folder.path)
         copy_others(self.folder.path, target, *WEIGHT_FILES)
         files = self._weight_files()
@@ -120,13 +122,19 @@ class OpenVLABundle(RobotBundle):
             found.append(value.view(6, 1, 1))
         return found[0], found[1]
 
+    def _network(self) -> OpenVLANetwork:
+        return OpenVLANetwork(self.shape, self.num_moves * self.robot.action_size)
+
+    def _empty(self, device: str | torch.device) -> OpenVLANetwork:
+        """Without adapters, and without values."""
+        with torch.device(device), no_init_weights():
+            return self._network()
+
     def _load(self, dtype: torch.dtype) -> OpenVLANetwork:
-        num_tokens = self.num_moves * self.robot.action_size
         if not has_values(self.device):
-            with torch.device(self.device), no_init_weights():
-                return OpenVLANetwork(self.shape, num_tokens).to(dtype).eval()
+            return self._empty(self.device).to(dtype).eval()
         with torch.random.fork_rng(devices=[]), UnfilledOnMeta():
-            network = OpenVLANetwork(self.shape, num_tokens).to(dtype)
+            network = self._network().to(dtype)
         with_parameters_on_meta(network, self.device)
         files = self._weight_files()
         found = file_tensors(network, files)

@@ -101,6 +101,7 @@ class PI0Bundle(RobotBundle):
                 unused.requires_grad_(False)
             policy.model.vlm.language_model.norm.requires_grad_(False)
         self.network = PI0Network(policy, trains_vlm=trains_vlm)
+        self._note_linear_layers()
 
     # What the pipeline asks ------------------------------------------------------------------------------------------
 
