@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
+from unirl.app.meters import CPUMeter
+from unirl.app.plan import small_program
 from unirl.app.plan.predict import Seconds
 from unirl.app.plan.rates import DEVICES, KERNEL_S, MATRIX_SHARE, MEMORY_SHARE, Rates, rates_of
 from unirl.app.plan.report import Ahead, Plan, as_json, lines
 from unirl.rehearsal.operators import Call
-from unirl.types.errors import ConfigError
+from unirl.types.errors import ConfigError, UniRLError
 
 H100 = DEVICES["h100"]
 aten = torch.ops.aten
@@ -107,3 +109,13 @@ def test_a_step_on_this_machine_is_predicted(tmp_path: Path) -> None:
     assert found["samples"] == 48
     assert 0 < found["phases"]["rollout"]["wall_s"] < found["phases"]["train"]["wall_s"]
     assert "not timed" not in done.stdout
+
+
+def test_a_small_program_is_timed_on_an_accelerator_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_program, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(small_program, "measured_s", lambda meter: pytest.fail("not in this process"))
+    assert 0 < small_program.small_step_s(CPUMeter()) < 10
+    gone = CPUMeter()
+    monkeypatch.setattr(gone, "device", torch.device("xpu:3"), raising=False)
+    with pytest.raises(UniRLError, match=r"small_program xpu:3 ended with 1: (.|\n)*[Xx][Pp][Uu]"):
+        small_program.small_step_s(gone)

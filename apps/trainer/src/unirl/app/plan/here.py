@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from unirl.app.meters import Meter, gemm_rate, meter_of
+from unirl.app.plan.small_program import small_step, small_step_s
 from unirl.app.plan.stopwatch import Stopwatch
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.operators import Call
 from unirl.types.devices import PRETEND, is_accelerator
-
-NUM_TOKENS = 4
-"""Tokens for a model so small that its time is the host's: the Python of a model library, autograd and dispatch."""
-REPEATS = 5
 
 
 class Here:
@@ -62,37 +58,8 @@ def _program(meter: Meter) -> _Program:
     """Forward and backward of a few layers, counted and measured."""
     mode = Rehearsal()
     with mode:
-        step = _step(torch.device(PRETEND))
+        step = small_step(torch.device(PRETEND))
         step()
         mode.enter_phase("step")
         step()
-    step = _step(meter.device)
-    step()
-    found: list[float] = []
-    for _ in range(REPEATS):
-        with meter.measuring() as spent:
-            step()
-        found.append(spent.seconds)
-    return _Program(mode.counts.operators["step"], statistics.median(found))
-
-
-def _step(device: torch.device) -> Callable[[], None]:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    with device:
-        model = Qwen3ForCausalLM(config)
-        tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
-
-    def run() -> None:
-        model(tokens, use_cache=False).logits.square().mean().backward()
-
-    return run
+    return _Program(mode.counts.operators["step"], small_step_s(meter))
