@@ -25,6 +25,12 @@ def test_a_forecast_is_what_the_real_loops_reach(max_staleness: int, per_rollout
         assert reached == pytest.approx(measured, abs=0.04), durations
 
 
+def test_a_forecast_of_pipelined_rollouts_is_what_the_real_loop_reaches() -> None:
+    for durations, measured in zip(UNITS, (0.77, 0.77, 0.78), strict=True):  # by the same table
+        found = forecast(durations, per_rollout=4, max_staleness=0, is_pipelined=True, num_rollouts=40)
+        assert max(found.share(part) for part in found.worked_s) == pytest.approx(measured, abs=0.04), durations
+
+
 def test_a_pipelined_rollout_takes_one_request_of_each_other_part_longer_than_its_slowest() -> None:
     for durations in (Durations(4, 1, 2), Durations(2, 4, 1), Durations(2, 1, 4)):
         slowest, rest = 4, 3
