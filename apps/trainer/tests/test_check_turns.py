@@ -45,6 +45,20 @@ def test_a_mistake_in_turns_is_named_with_the_fix(words, message):
     assert message in found(*words)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("timeout_s: 30", "turns.environment.timeout_s = 30 reaches turns.step_timeout_s = 30"),
+        ("python: /nowhere/python", "turns.environment.python = /nowhere/python: no such interpreter"),
+        ("max_turns: 4", "turns.environment: this environment does not find verifiers"),
+    ],
+)
+def test_a_task_set_of_verifiers_needs_its_library_and_its_deadline(options, message):
+    path = "unirl.rollout.environments.verifiers.environment.Verifiers"
+    task_set = f"+turns.environment={{_target_: {path}, taskset: adding, {options}}}"
+    assert message in found("~turns.environment", task_set)
+
+
 def test_a_tool_that_shows_images_needs_a_model_that_reads_them_between_turns():
     said = found(*tool("crop", "images.Crop"))
     assert (
