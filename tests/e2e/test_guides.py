@@ -2,12 +2,13 @@
 
 A block whose first line after the fence names a file (```python my_rewards.py) is that file. A `text` block right after
 commands has lines that their output must hold; where it names an error, the commands must fail. Training commands are
-made small. Commands of other programs are not run, and no comparisons.
+made small, and pytest is run. Commands of other programs are not run, and no comparisons.
 """
 
 import importlib
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ GUIDES = [
 BLOCK = re.compile(r"^```(?P<language>\w*)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"[A-Z_]+=")
 COMMAND = ["uv", "run", "trainer"]
+PYTEST = ["uv", "run", "python", "-m", "pytest"]
 SMALL = [
     "num_rollouts=1",
     "eval.before=false",
@@ -77,6 +79,8 @@ class Guide:
                 assert self.status == 0, self.output
                 self.status = main(self.made_small(words[3:]))
                 self.output += "".join(self.capsys.readouterr())
+            elif words[: len(PYTEST)] == PYTEST:
+                subprocess.run([sys.executable, *words[3:], "-n", "0"], cwd=self.folder, check=True)
 
     def made_small(self, argv: list[str]) -> list[str]:
         if argv and argv[0] in VERBS and argv[0] != "run":
@@ -84,6 +88,8 @@ class Guide:
         given = {word.split("=")[0] for word in argv}
         folder = next((word.rpartition("/")[0] for word in argv if "=" not in word), "")
         small = {"worlds/arithmetic": SMALL_TEXTS, "worlds/phrases": SMALL_STAGES_RUN}.get(folder, SMALL)
+        if "guess.yaml" in argv:
+            small = SMALL_TEXTS
         return [*argv, *(word for word in small if word.split("=")[0] not in given)]
 
     def expect(self, text: str) -> None:
