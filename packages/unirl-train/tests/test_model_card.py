@@ -104,6 +104,21 @@ def test_the_card_of_a_language_model_names_its_class(tmp_path):
     assert "library_name: peft" in card(tmp_path)
 
 
+def test_the_card_of_a_single_model_loads_it_by_the_library_that_wrote_its_configuration(tmp_path):
+    for number, (config, expected) in enumerate(
+        (
+            ({"_class_name": "UNet2DModel"}, "from diffusers import UNet2DModel"),
+            ({"model_type": "qwen3"}, "from transformers import AutoModel"),
+            ({"width": 3}, None),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        text = card(folder, merged=True)
+        assert ("## Load" in text) == (expected is not None) and (expected or "# ") in text
+
+
 def test_the_card_of_a_bagel_loads_it_by_its_bundle(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"task_type": null, "target_modules": ["q_proj_moe_gen"]}')
     text = card(tmp_path)

@@ -125,12 +125,19 @@ def _loading(folder: Path, base: str) -> tuple[str | None, str | None]:
             'model = PeftModel.from_pretrained(base_model, ".")  # this folder'
         )
     if (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name = (config.get("architectures") or ["AutoModel"])[0]
-        return "transformers", (
-            f'from transformers import {name}\n\nmodel = {name}.from_pretrained(".")  # this folder'
-        )
+        return _loading_of_class(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return None, None
+
+
+def _loading_of_class(config: Values) -> tuple[str | None, str | None]:
+    """The same of a single model, by its configuration; nothing for one that neither library wrote."""
+    if config.get("architectures") or config.get("model_type"):
+        library, name = "transformers", (config.get("architectures") or ["AutoModel"])[0]
+    elif config.get("_class_name"):
+        library, name = "diffusers", config["_class_name"]
+    else:
+        return None, None
+    return library, f'from {library} import {name}\n\nmodel = {name}.from_pretrained(".")  # this folder'
 
 
 def _training(
