@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from unirl.app import environment, recipe
+from unirl.app import environment, recipe, stopping
 from unirl.app.command_line import Command, parse
 from unirl.app.kept_recipes import KeptRecipes
 from unirl.app.main import USER_ERROR, main
@@ -517,6 +517,19 @@ def test_first_signal_asks_to_stop_and_handlers_come_back(capsys):
         assert stop.wait(60)
     assert signal.getsignal(signal.SIGTERM) is before
     assert "SIGTERM: stopping after this step" in capsys.readouterr().err
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_and_a_later_one_ends_the_process(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(60) and not ended
+        monkeypatch.setattr(stopping, "SAME_S", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [130]
+    assert "SIGINT: stopped at once; nothing was saved since" in capsys.readouterr().err
 
 
 def rendered(summary):

@@ -1,4 +1,4 @@
-"""The first SIGINT or SIGTERM ends a run after its current step, with a checkpoint; the second ends it at once."""
+"""The first SIGINT or SIGTERM ends a run after its current step, with a checkpoint; a later one ends it at once."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_S = 1.0
+"""A signal so soon after the first is the same one: sent to a group of processes, it comes once more through uv."""
 
 
 @contextmanager
 def stop_on_signals() -> Generator[threading.Event]:
     """An event that the first signal sets. Handlers are restored on leaving; outside the main thread there are none."""
     stop = threading.Event()
+    first_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
         if stop.is_set():
+            if time.monotonic() - first_s < SAME_S:
+                return
+            sys.stderr.write(f"\n{signal.Signals(number).name}: stopped at once; nothing was saved since\n")
+            sys.stderr.flush()
             os._exit(128 + number)
+        first_s = time.monotonic()
         stop.set()
         sys.stderr.write(
             f"\n{signal.Signals(number).name}: stopping after this step and saving a checkpoint; "

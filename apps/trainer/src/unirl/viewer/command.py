@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
+import signal
 import sys
 from pathlib import Path
 
@@ -57,6 +58,9 @@ async def _serve(app: web.Application, folder: Path, host: str, port: int, token
         address = f"http://{shown}:{port}/" + ("" if token is None else f"?token={token}")
         sys.stdout.write(f"{folder} at {address}  (Ctrl-C ends)\n")
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        ended = asyncio.Event()
+        # A shell starts what it puts in the background with SIGINT ignored.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, ended.set)
+        await ended.wait()
     finally:
         await runner.cleanup()
