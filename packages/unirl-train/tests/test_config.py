@@ -137,6 +137,15 @@ def test_options_that_the_class_keeps_may_be_any(some_models):
     assert set(target.parameters) == {"function"} and target.accepts_any
 
 
+def test_null_takes_out_an_argument_that_the_class_lacks_but_no_misspelt_one():
+    node = {"_target_": "fractions.Fraction", "numerator": 3, "tools": None}
+    assert instantiate(node) == 3
+    with pytest.raises(ConfigError, match="has no argument 'numeratr'. Did you mean numerator"):
+        instantiate({"_target_": "fractions.Fraction", "numeratr": None})
+    with pytest.raises(ConfigError, match="has no argument 'tools'"):
+        instantiate({**node, "tools": 1})
+
+
 def test_arguments_that_the_caller_passes_by_place_are_left_out(some_models):
     target = read_target(f"{some_models}.score", 3)
     assert {name: item.has_default for name, item in target.parameters.items()} == {"target": False, "power": True}

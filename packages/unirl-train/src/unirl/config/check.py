@@ -39,7 +39,7 @@ from unirl.config.schema import (
     plain_sections,
 )
 from unirl.config.signatures import KEYWORDS_OF, NUM_INPUTS, Target, lies_in, read_target
-from unirl.config.suggestions import did_you_mean
+from unirl.config.suggestions import did_you_mean, takes_out
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import RULES_OF, Machine, Part
 
@@ -360,7 +360,8 @@ def _bound(node: Mapping[str, Value], place: str, component: Component | None = 
             yield f"{inside} is set by the trainer. Remove it here{_own_key(key)}."
         elif key not in target.parameters and not target.accepts_any:
             usable = set(target.parameters) - injected
-            yield f"{inside}: {target.path} has no argument {key!r}. {did_you_mean(key, usable)}"
+            if not takes_out(key, value, usable):
+                yield f"{inside}: {target.path} has no argument {key!r}. {did_you_mean(key, usable)}"
         else:
             yield from _value(value, inside, target, key)
     given = set(node) | injected

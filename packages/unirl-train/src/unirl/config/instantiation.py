@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unirl.config.suggestions import did_you_mean
+from unirl.config.suggestions import did_you_mean, takes_out
 from unirl.types.errors import ConfigError, UniRLError
 
 TARGET = "_target_"
@@ -56,7 +56,7 @@ def _call(values: dict[str, Built], place: str, dependencies: Mapping[str, Built
     if twice:
         raise ConfigError(f"{_named(place)}: {', '.join(twice)} of {path} is set by the trainer. Remove it here.")
     keywords.update(dependencies)
-    _check_keywords(target, keywords, path, place)
+    keywords = _usable_keywords(target, keywords, path, place)
     if values.get(PARTIAL):
         return functools.partial(target, **keywords)
     try:
@@ -93,17 +93,22 @@ def import_target(path: Node, place: str = "") -> Callable[..., Built]:
     raise ConfigError(f"{_named(place)}: _target_ = {path}: there is no module {parts[0]!r}.")
 
 
-def _check_keywords(target: Callable[..., Built], keywords: Mapping[str, Built], path: str, place: str) -> None:
+def _usable_keywords(
+    target: Callable[..., Built], keywords: dict[str, Built], path: str, place: str
+) -> dict[str, Built]:
+    """The keywords that the target has, without those that null takes out. Raises ConfigError for others."""
     try:
         parameters = inspect.signature(target).parameters
     except ValueError:
-        return  # a builtin without a readable signature checks for itself
+        return keywords  # a builtin without a readable signature checks for itself
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
+        return keywords
     usable = {name for name, parameter in parameters.items() if parameter.kind is not parameter.POSITIONAL_ONLY}
-    for name in keywords:
-        if name not in usable:
+    absent = {name: value for name, value in keywords.items() if name not in usable}
+    for name, value in absent.items():
+        if not takes_out(name, value, usable):
             raise ConfigError(f"{_inside(place, name)}: {path} has no argument {name!r}. {did_you_mean(name, usable)}")
+    return {name: value for name, value in keywords.items() if name not in absent}
 
 
 def _inside(place: str, key: str) -> str:

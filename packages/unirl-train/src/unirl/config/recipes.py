@@ -88,11 +88,17 @@ def resolve(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
 
 def _resolved(config: DictConfig) -> dict[str, Any]:  # Any: a recipe's values
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        absent = sorted(OmegaConf.missing_keys(config))
+        plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         why = _first_line(error)
-        why = why.removeprefix(_REFUSED) if why.startswith(_REFUSED) else f"{why} Set it on the command line."
-        raise ConfigError(f"{error.full_key or 'recipe'}: {why}") from error
+        raise ConfigError(f"{error.full_key or 'recipe'}: {why.removeprefix(_REFUSED)}") from error
+    if absent:
+        given = " ".join(f"{key}=..." for key in absent)
+        raise ConfigError(
+            f"{', '.join(absent)}: no value is given. Set {'it' if len(absent) == 1 else 'them'} in the recipe, or on "
+            f"the command line: {given}"
+        )
     if not isinstance(plain, dict):
         raise ConfigError(f"a recipe is a mapping, this file holds a {type(plain).__name__}")
     recipe = {str(key): _without_removed(value, keeps_null=key in NULL_ENTRIES) for key, value in plain.items()}
