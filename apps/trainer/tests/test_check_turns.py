@@ -38,6 +38,8 @@ def tool(name, path, **options):
             "turns.environment.tools.python.time_s * turns.environment.max_calls = 5 * 8 = 40 s reaches "
             "turns.step_timeout_s = 30",
         ),
+        (["+pipeline.chat_template=false"], "pipeline.chat_template = false, and turns needs a chat template"),
+        (["bundle.pretrained_model=${arithmetic:checkpoint}"], "arithmetic/checkpoint has none. Take a model that"),
         (tool("search", "search.CorpusSearch", corpus="nowhere.jsonl"), "search.corpus: nowhere.jsonl: no such file"),
     ],
 )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from unirl.rollout.environments import rules as environments
-from unirl.types.recipe import Messages, Part, Run
+import json
+from pathlib import Path
 
+from unirl.rollout.environments import rules as environments
+from unirl.types.recipe import Machine, Messages, Part, Run
+
+TOKENIZER = "tokenizer_config.json"
+NEEDS_TEMPLATE = "needs a chat template, which says how messages follow each other"
 PYTHON = "unirl.rollout.environments.tools.python.PythonInterpreter"
 
 
@@ -59,6 +64,31 @@ def images_reach_the_model(own: Part, run: Run) -> Messages:
                 )
 
 
+def messages_have_a_template(own: Part, run: Run, machine: Machine) -> Messages:
+    """The tokenizer of a local folder says how messages follow each other, and its template is used."""
+    del machine
+    for stage in run.stages:
+        if stage.turns is not own:
+            continue
+        policy = run.policies.get(stage.policy)
+        for pipeline in () if policy is None else policy.pipelines.values():
+            if pipeline.get("chat_template") is False:
+                yield f"{pipeline.at}.chat_template = false, and {own.at} {NEEDS_TEMPLATE}. Remove it."
+        folder = None if policy is None else policy.bundle.get("pretrained_model")
+        if isinstance(folder, str) and (Path(folder) / TOKENIZER).is_file() and not has_template(Path(folder)):
+            yield (
+                f"{own.at} {NEEDS_TEMPLATE}, and the tokenizer in {folder} has none. Take a model that talks (with a "
+                "chat_template in its tokenizer's files), such as that of worlds/tools/grpo."
+            )
+
+
+def has_template(folder: Path) -> bool:
+    """True if a tokenizer's files have a chat template."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    return "chat_template" in json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+
+
 def _shows_images(part: Part) -> bool:
     return bool(part.abilities.get("shows_images"))
 
@@ -70,3 +100,5 @@ RULES = (
     texts_take_turns,
     calls_end_before_their_step,
 )
+
+MACHINE_RULES = (messages_have_a_template,)
