@@ -29,7 +29,7 @@ INTRODUCTION = """# Recipes
 {count} recipes come with the trainer. `uv run trainer RECIPE` runs one, `trainer show RECIPE` prints it whole,
 `trainer check RECIPE` says what it needs, and any value can be changed on the command line: how it is trained and what
 samples it, too ([combining parts](../guides/engines_and_layouts.md)). Written by `docs/reference/recipes.py` from the
-recipes and the pages of results; `trainer list` prints the same.
+recipes and the pages of results; `trainer list` prints the first sentence of each.
 
 "Known" says what stands behind a recipe:
 

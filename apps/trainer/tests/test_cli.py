@@ -106,7 +106,7 @@ def test_words_become_a_verb_a_recipe_and_changes():
         (["--resolve"], "--resolve does nothing with 'run'"),
         (["check", "--cfg", "job"], "--cfg shows the recipe instead of running it"),
         (["export", "worlds/shapes/nft"], "export needs --to FOLDER"),
-        (["shapes/nfd"], "unknown recipe 'shapes/nfd'. Did you mean shapes/nft"),
+        (["shapes/nfd"], "unknown recipe 'shapes/nfd'. Did you mean worlds/shapes/nft"),
         (["chek", "worlds/shapes/nft"], "unknown verb 'chek'. Did you mean check? The verbs: run, list, show, check"),
         (["exprt"], "unknown verb 'exprt'. Did you mean export?"),
         (["check", "num_rollout=3"], "unknown key 'num_rollout'"),
@@ -130,6 +130,9 @@ def test_list_names_every_recipe_with_what_it_is(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name} " in out for name in available())
+    assert "Dr. GRPO on arithmetic" in out  # no sentence ends there
+    (animate,) = [line for line in out.splitlines() if line.startswith("wan22/animate ")]
+    assert animate.endswith("PickScore and steadiness of frames.")
 
 
 def test_list_rewards_says_what_each_scorer_takes_gives_and_needs(capsys):
@@ -488,6 +491,11 @@ def test_export_writes_a_runs_weights(here, monkeypatch, capsys, fake_run):
 
     monkeypatch.setattr(commands, "export_recipe", export_recipe)
     assert main(["export", "worlds/shapes/nft", "--to", "out"]) == USER_ERROR
+    assert "worlds/shapes/nft is no folder of a run" in capsys.readouterr().err
+    assert main(["export", "nosuch", "--to", "out"]) == USER_ERROR
+    assert "nosuch is no folder of a run (no config.yaml in it)" in capsys.readouterr().err
+    Path("own.yaml").write_text("defaults: [/worlds/shapes/nft, _self_]")
+    assert main(["export", "own.yaml", "--to", "out"]) == USER_ERROR
     assert "export needs the run to take weights from" in capsys.readouterr().err
     main(["run_dir=run"])
     with_checkpoint(Path("run"))

@@ -720,6 +720,20 @@ def test_the_rollouts_log_probs_are_taken_where_they_are_those_of_replay_or_not_
     assert not on_rollout_log_probs(changed(recipes[name], {**ROLLOUT, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm.clip_range: 1", "unknown key 'algorithm.clip_range' in the recipe. In a file write it nested, "),
+        ("algorithm: {a.b: 1}", "has no argument 'a.b'. In a file write it nested, a: {b: ...}; dots are for"),
+        ("save: {a.b.c: 1}", "save.a.b.c: unknown key. In a file write it nested, a: {b: {c: ...}}; dots are for"),
+    ],
+)
+def test_keys_with_dots_are_for_the_command_line(tmp_path, text, message):
+    (tmp_path / "own.yaml").write_text(f"defaults: [/{GRPO}, _self_]\n{text}")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(resolve(compose(str(tmp_path / "own.yaml"))))
+
+
 def test_several_mistakes_are_reported_together(recipes):
     with pytest.raises(ConfigError) as raised:
         check_recipe(changed(recipes[GRPO], {"algorithm.clip_rang": 1, "stack.micro_batch": 2}))
@@ -868,13 +882,15 @@ def test_run_directory_that_cannot_be_written_is_an_error(runnable, tmp_path):
 
 
 def test_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown recipe 'shapes/nf'. Did you mean shapes/nft"):
+    with pytest.raises(ConfigError, match=r"unknown recipe 'shapes/nf'. Did you mean worlds/shapes/nft or"):
         packaged_name("shapes/nf")
     assert packaged_name("shapes/nft") == "worlds/shapes/nft"
 
 
 def test_a_run_that_is_not_there_is_called_so():
-    expected = "unknown recipe 'elsewhere'. There is no folder of a run of this name either. Recipes: trainer list"
+    expected = (
+        "unknown recipe 'elsewhere'. There is no folder of a run of this name either. Recipes: uv run trainer list"
+    )
     with pytest.raises(ConfigError) as caught:
         packaged_name("elsewhere")
     assert str(caught.value) == expected

@@ -103,7 +103,7 @@ def test_several_recipes_are_words_of_compare_alone():
         ([NFT, "eval=null"], "eval=null: recipes are compared by their held-out evaluations. Remove it."),
         ([NFT, "++eval.interval=1"], "compare sets eval.interval in every run"),
         ([NFT, "--jobs", "0"], "--jobs 0 must be at least 1"),
-        ([NFT, "shapes/flowgrp"], "unknown recipe 'shapes/flowgrp'. Did you mean shapes/flowgrpo"),
+        ([NFT, "shapes/flowgrp"], "unknown recipe 'shapes/flowgrp'. Did you mean worlds/shapes/flowgrpo"),
         ([NFT, "shapes/nft"], "worlds/shapes/nft and shapes/nft are both called worlds/shapes/nft"),
         ([NFT, "batch_sice=2"], "worlds/shapes/nft: unknown key 'batch_sice'"),
         ([NFT, "runtime=ray"], "max_cpu_s = 120.0 counts CPU seconds of one process"),

@@ -155,7 +155,7 @@ def test_a_set_from_local_files_into_another_folder(trainer, here):
         (["prepare", "ocr", "motion"], "data prepare takes the name of one set, not 2"),
         (["list", "ocr", "motion"], "data list takes the name of one set or none"),
         (["prepar", "ocr"], "data does one of list, prepare, not 'prepar'. Did you mean prepare?"),
-        (["geneval"], "not 'geneval'. To make a set: trainer data prepare geneval."),
+        (["geneval"], "not 'geneval'. To make a set: uv run trainer data prepare geneval."),
         (["list", "--overwrite"], "--overwrite does nothing with data list"),
         (["prepare", "ocr", "--strict"], "--strict does nothing with 'data'; it is for: check"),
         (["prepare", "ocr", "--cfg", "job"], "data takes no recipe"),

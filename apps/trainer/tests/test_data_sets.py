@@ -734,7 +734,7 @@ def test_without_network_the_message_has_all_that_is_needed(tmp_path, monkeypatc
     assert "of your own" not in message
     assert "of https://github.com/yifan123/flow_grpo at c7bb5fee2ef663eee08393759c8cb8a0e027f5e3" in message
     assert "curl -fL --create-dirs -o pickscore-published/dataset/pickscore/train.txt" in message
-    assert message.endswith("trainer data prepare pickscore --from pickscore-published")
+    assert message.endswith("uv run trainer data prepare pickscore --from pickscore-published")
     assert not (tmp_path / "datasets").exists()
 
 
@@ -832,9 +832,9 @@ def test_a_hub_that_does_not_answer_or_has_no_such_file_is_said(tmp_path, hub):
     silent = fetch("dapo_math", tmp_path / "out", "http://127.0.0.1:9", tmp_path)
     assert "dapo_math cannot be downloaded here: " in silent.stderr
     assert "hf download BytedTsinghua-SIA/DAPO-Math-17k --repo-type dataset --revision 6587" in silent.stderr
-    assert silent.stderr.strip().endswith("trainer data prepare dapo_math --from dapo_math-published")
+    assert silent.stderr.strip().endswith("uv run trainer data prepare dapo_math --from dapo_math-published")
     own = fetch("edges", tmp_path / "out", "http://127.0.0.1:9", tmp_path)
-    assert own.stderr.strip().endswith("trainer data prepare edges --from my-pictures/prompts.jsonl")
+    assert own.stderr.strip().endswith("uv run trainer data prepare edges --from my-pictures/prompts.jsonl")
     assert not (tmp_path / "out").exists()
 
 
@@ -844,8 +844,8 @@ def test_a_hub_that_does_not_answer_or_has_no_such_file_is_said(tmp_path, hub):
 @pytest.mark.parametrize(
     ("path", "command"),
     [
-        ("datasets/pickscore/train.txt", "trainer data prepare pickscore"),
-        ("/data/geo3k/test.parquet", "trainer data prepare geo3k --out /data/geo3k"),
+        ("datasets/pickscore/train.txt", "uv run trainer data prepare pickscore"),
+        ("/data/geo3k/test.parquet", "uv run trainer data prepare geo3k --out /data/geo3k"),
         ("datasets/pickscore/other.txt", None),
         ("datasets/mine/train.txt", None),
     ],

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 
 import pytest
 from rich.console import Console
@@ -79,6 +79,10 @@ def test_an_extra_is_found_by_what_it_installs():
     assert doctor._missing("unirl-trainer", frozenset({"vllm"})) == ["vllm==0.32.0"]
 
 
+def test_every_extra_says_what_it_is_for():
+    assert set(metadata("unirl-trainer").get_all("Provides-Extra") or ()) <= set(doctor.EXTRAS)
+
+
 def completed(*typed):
     return list(words("", Namespace(words=list(typed))))
 
@@ -117,7 +121,7 @@ def test_completion_prints_what_the_shell_evaluates(shell, capsys):
     [
         (["completion"], "completion takes one of bash, zsh, fish"),
         (["completion", "tcsh"], "completion takes one of bash, zsh, fish, not 'tcsh'"),
-        (["doctor", "sd3/nft"], "what a recipe needs is said by: trainer check sd3/nft"),
+        (["doctor", "sd3/nft"], "what a recipe needs is said by: uv run trainer check sd3/nft"),
     ],
 )
 def test_other_words_are_refused(arguments, message, capsys):

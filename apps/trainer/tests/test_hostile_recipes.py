@@ -76,7 +76,9 @@ def test_reading_a_recipe_executes_nothing(mark, verb, what, capsys):
 def test_rules_of_a_class_beside_the_recipe_are_read_with_values_alone(mark, capsys):
     Path("own.yaml").write_text(SHAPES + "advantages: {_target_: evil.Scorer}")
     assert main(["check", "own.yaml"]) == 0
-    assert "the rules of evil_rules were left out" in capsys.readouterr().out and not mark.exists()
+    shown = capsys.readouterr().out
+    assert "the rules of evil_rules were left out" in shown and not mark.exists()
+    assert "uv run trainer check --values own.yaml" in shown
     main(["check", "own.yaml", "--values"])
     assert mark.exists() and "left out" not in capsys.readouterr().out
     for name in ("evil", "evil_rules"):

@@ -61,7 +61,7 @@ def test_scorers_take_what_a_suite_gives_them(name):
 def test_prompts_come_from_the_data_command(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     suite, made = SUITES[name], SETS[SET_OF[name]]
-    with pytest.raises(ConfigError, match=f"Make it with: trainer data prepare {made.name}"):
+    with pytest.raises(ConfigError, match=f"Make it with: uv run trainer data prepare {made.name}"):
         suite.rows()
     given = None if made.is_generated else publish(made.name, tmp_path / "published")
     prepare(made, tmp_path / "datasets" / made.name, given=given, is_partial=given is not None)

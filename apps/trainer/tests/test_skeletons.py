@@ -45,7 +45,7 @@ def test_what_is_written_passes_its_tests_and_trains(kind, tmp_path, monkeypatch
     shown = capsys.readouterr().out
     folder = tmp_path / name
     for file in folder.iterdir():
-        assert file.name == "pytest.ini" or f"{name}/{file.name}\n" in shown
+        assert f"{name}/{file.name}\n" in shown
         text = file.read_text()
         assert f"my_{kind}" not in text and f"My{kind.capitalize()}" not in text
     done = python(folder, "pytest", "-q", "-p", "no:cacheprovider")
@@ -59,7 +59,7 @@ def test_what_is_written_passes_its_tests_and_trains(kind, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "init takes what to write and a name:\n  trainer init reward my_reward"),
+        ([], "init takes what to write and a name:\n  uv run trainer init reward my_reward"),
         (["reward"], "init takes what to write and a name"),
         (["rewrad", "mine"], "init cannot write 'rewrad'. Did you mean reward?"),
         (["reward", "my-reward"], "'my-reward' cannot be a module's name"),

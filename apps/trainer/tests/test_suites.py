@@ -218,6 +218,11 @@ def test_what_cannot_be_is_said_before_any_work(words, text, tmp_path, capsys, m
     assert text in " ".join(capsys.readouterr().err.split())
 
 
+def test_absent_prompts_are_named_before_the_recipe_is_read(capsys):
+    assert main(["eval", "--suite", "shapes", "no/such", "suite.prompts=absent.txt"]) == 2
+    assert "no prompt file absent.txt" in capsys.readouterr().err
+
+
 def test_a_folder_of_a_model_is_given_to_a_recipe(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text("{}")
     assert main(["eval", "--suite", "shapes", str(tmp_path)]) == 2

@@ -28,6 +28,12 @@ CONFIG = {"recipe": "diffusion/test", "num_rollouts": 3}
 RESUMED = {**CONFIG, "resume": "auto"}
 
 
+def test_the_console_says_that_a_finished_run_has_nothing_to_do():
+    console = Console(record=True, width=200)
+    ConsoleTracker(console=console).start({"recipe": "a", "num_rollouts": 4}, Path("run"), 8)
+    assert "nothing to do: 8 rollouts are done and num_rollouts is 4; set a larger one" in console.export_text()
+
+
 def test_jsonl_writes_one_whole_line_a_step(tmp_path):
     tracker = JsonlTracker()
     tracker.start(CONFIG, tmp_path, 0)

@@ -116,7 +116,7 @@ def refuse_what_is_not_measured(run: ComposedRun, verb: str) -> None:
             "schedule.kind=sync; the metrics of a run measure the overlap (schedule/...)."
         )
     if run.is_staged:
-        raise ConfigError(f"{verb} measures one engine, this recipe has stages. Plan it instead: trainer plan.")
+        raise ConfigError(f"{verb} measures one engine, this recipe has stages. Plan it instead: uv run trainer plan.")
 
 
 def relative_to_first(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

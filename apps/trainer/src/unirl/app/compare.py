@@ -172,7 +172,9 @@ def compare_recipes(command: Command) -> int:
 def read_plan(command: Command) -> Plan:
     """The comparison that a command asks for. Raises ConfigError for values that make no sense."""
     if not command.recipes:
-        raise ConfigError("compare needs recipes: trainer compare RECIPE RECIPE ... See them all with: trainer list")
+        raise ConfigError(
+            "compare needs recipes: uv run trainer compare RECIPE RECIPE ... See them all with: uv run trainer list"
+        )
     own = {"cpu_s": str(DEFAULT_CPU_S), "seeds": ",".join(map(str, DEFAULT_SEEDS))}
     overrides = []
     for word in command.overrides:

@@ -36,7 +36,7 @@ def list_sets(command: Command) -> None:
         columns = zip(*((output.split, rows, there) for output, rows, there in _files(prompt_set)), strict=True)
         table.add_row(prompt_set.name, *map("\n".join, columns), prompt_set.origin, prompt_set.what)
     console.print(table)
-    console.print(Text("make one: trainer data prepare NAME; all about one: trainer data list NAME"))
+    console.print(Text("make one: uv run trainer data prepare NAME; all about one: uv run trainer data list NAME"))
 
 
 def prepare_set(command: Command) -> None:
@@ -62,7 +62,9 @@ def prepare_set(command: Command) -> None:
 def chosen_set(name: str) -> PromptSet:
     """The set of a name. Raises ConfigError with the nearest names."""
     if name not in SETS:
-        raise ConfigError(f"unknown set {name!r}. {did_you_mean(name, SETS)} See them all with: trainer data list")
+        raise ConfigError(
+            f"unknown set {name!r}. {did_you_mean(name, SETS)} See them all with: uv run trainer data list"
+        )
     return SETS[name]
 
 

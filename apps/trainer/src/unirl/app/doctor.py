@@ -33,6 +33,7 @@ EXTRAS: Mapping[str, str] = {
     "transfer-queue": "samples between workers through TransferQueue",
     "ocr": "the scorer of drawn words",
     "paddleocr": "the same by PaddleOCR",
+    "mujoco": "policies that act in environments of MuJoCo",
     "math": "answers of mathematics as expressions",
     "wandb": "the tracker Weights & Biases",
     "swanlab": "the tracker SwanLab",
@@ -152,13 +153,13 @@ def _data() -> Iterator[Line]:
         name for name, made in SETS.items() if all((FOLDER / name / output.file).exists() for output in made.outputs)
     ]
     text = f"{len(there)} of {len(SETS)} in {FOLDER}/{': ' if there else ''}{', '.join(there)}"
-    yield Line("prompts", bool(there), text, "trainer data list, then trainer data prepare NAME")
+    yield Line("prompts", bool(there), text, "uv run trainer data list, then uv run trainer data prepare NAME")
 
 
 def _recipes() -> Iterator[Line]:
     names = list(available())
     worlds = [name for name in names if name.startswith("worlds/")]
-    yield Line("small worlds", True, f"{len(worlds)} recipes train on a CPU: trainer list")
+    yield Line("small worlds", True, f"{len(worlds)} recipes train on a CPU: uv run trainer list")
     has_device = torch_devices().accelerator() is not None or bool(cluster_address())
-    remedy = "" if has_device else "a machine with GPUs; trainer rehearse RECIPE says how many and how large"
+    remedy = "" if has_device else "a machine with GPUs; uv run trainer rehearse RECIPE says how many and how large"
     yield Line("released models", has_device, f"{len(names) - len(worlds)} recipes", remedy)

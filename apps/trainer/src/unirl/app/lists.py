@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,14 @@ Table = tuple[list[Row], tuple[str, Mapping[str, str]] | None]
 def _recipes() -> Table:
     levels = known("levels")
     ordered = sorted(available().items(), key=lambda item: (not item[0].startswith(WORLDS), item[0]))
-    rows = [(name, " ".join(levels[name]), text) for name, text in ordered]
+    rows = [(name, " ".join(levels[name]), _first_sentence(text)) for name, text in ordered]
     return [("recipe", "known", "what it is"), *rows], ("known", LEVELS)
+
+
+def _first_sentence(text: str) -> str:
+    """The text up to its first full stop; one in the first 20 letters ends an abbreviation, as in Dr. GRPO."""
+    found = re.match(r".{20,}?\.(?= [A-Z`])", text)
+    return found.group() if found else text
 
 
 def _rewards() -> Table:

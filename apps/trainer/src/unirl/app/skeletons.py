@@ -32,7 +32,7 @@ def write_skeleton(command: Command) -> None:
         sys.stdout.write(f"{folder / to}\n")
     (folder / "pytest.ini").write_text(SETTINGS, encoding="utf-8")
     sys.stdout.write(
-        f"\ncd {folder}\nuv run pytest                     # its tests\n"
+        f"{folder / 'pytest.ini'}\n\ncd {folder}\nuv run pytest                     # its tests\n"
         f"uv run trainer check {name}.yaml\nuv run trainer {name}.yaml\n"
     )
 

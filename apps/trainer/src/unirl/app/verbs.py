@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -74,7 +75,8 @@ def check(command: Command) -> None:
             lines += _memory(run)
         for module in unread_rules(run, unread) if unread is not None else ():
             lines.append(
-                f"  the rules of {module} were left out, because check executes no file of yours: see --values\n"
+                f"  the rules of {module} were left out, because check executes no file of yours unless asked: "
+                f"uv run trainer check --values {shlex.quote(name)}\n"
             )
         if named := code_of_others(recipe):
             lines.append(f"  runs code that does not come with UniRL: {'; '.join(named)}\n")
@@ -204,11 +206,12 @@ def export(command: Command) -> None:
     """Write a run's newest checkpoint for use outside."""
     if "to" not in command.options:
         raise ConfigError("export needs --to FOLDER.")
+    _require_run(command)
     config = composed(command)
     run = checked(config, asks_teachers=False, trusts=trusts(command), is_exported=True)
     run_dir = run.file.run_dir
     if run_dir is None:
-        raise ConfigError("export needs the run to take weights from: trainer export RUN_FOLDER --to FOLDER.")
+        raise ConfigError("export needs the run to take weights from: uv run trainer export RUN_FOLDER --to FOLDER.")
     require_checkpoint(Path(run_dir))
     is_merged = "merged" in command.options
     policy = str(command.options.get("policy", "default"))
@@ -235,6 +238,17 @@ def export(command: Command) -> None:
     sys.stdout.write(f"wrote {folder}\n")
     if lost is not None:
         sys.stdout.write(f"{lost}{'' if in_float32 else ' --float32 keeps the update.'}\n")
+
+
+def _require_run(command: Command) -> None:
+    """Raises ConfigError unless a run is named: its folder, or `run_dir`, on the command line or in a file."""
+    named = Path(command.recipe).expanduser()
+    is_run = named.is_file() or (named / CONFIG_FILE).is_file()
+    if not is_run and not any(word.startswith("run_dir=") for word in command.overrides):
+        raise ConfigError(
+            f"{named} is no folder of a run (no {CONFIG_FILE} in it), and export needs the run to take weights from: "
+            "uv run trainer export RUN_FOLDER --to FOLDER."
+        )
 
 
 def bench(command: Command) -> None:

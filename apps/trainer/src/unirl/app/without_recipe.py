@@ -33,12 +33,12 @@ def data_words(words: Sequence[str], options: Given) -> Meant:
     action, names = words[0] if words else DATA_ACTIONS[0], words[1:]
     if action not in DATA_ACTIONS:
         near = difflib.get_close_matches(action, DATA_ACTIONS, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"To make a set: trainer data prepare {action}."
+        hint = f"Did you mean {near[0]}?" if near else f"To make a set: uv run trainer data prepare {action}."
         raise ConfigError(f"data does one of {', '.join(DATA_ACTIONS)}, not {action!r}. {hint}")
     if action == "list" and options:
         raise ConfigError(f"--{next(iter(options))} does nothing with data list; it is for: data prepare.")
     if action == "prepare" and len(names) != 1:
-        raise ConfigError(f"data prepare takes the name of one set, not {len(names)}. See: trainer data list.")
+        raise ConfigError(f"data prepare takes the name of one set, not {len(names)}. See: uv run trainer data list.")
     if len(names) > 1:
         raise ConfigError(f"data list takes the name of one set or none, not {' '.join(names)}.")
     return action, tuple(names)
@@ -64,7 +64,7 @@ def conformance_words(words: Sequence[str], options: Given) -> Meant:
 
 def init_words(words: Sequence[str], options: Given) -> Meant:
     """`init KIND NAME`. Raises ConfigError."""
-    kinds = "\n".join(f"  trainer init {kind} my_{kind:12} {text}" for kind, text in KINDS.items())
+    kinds = "\n".join(f"  uv run trainer init {kind} my_{kind:12} {text}" for kind, text in KINDS.items())
     if len(words) != 2:
         raise ConfigError(f"init takes what to write and a name:\n{kinds}")
     kind, name = words
@@ -77,7 +77,7 @@ def init_words(words: Sequence[str], options: Given) -> Meant:
 def doctor_words(words: Sequence[str], options: Given) -> Meant:
     """`doctor`. Raises ConfigError."""
     if words:
-        raise ConfigError(f"doctor takes no words; what a recipe needs is said by: trainer check {words[0]}")
+        raise ConfigError(f"doctor takes no words; what a recipe needs is said by: uv run trainer check {words[0]}")
     return "", ()
 
 

@@ -40,4 +40,4 @@ def command_for(path: str | Path) -> str | None:
     if found is None:
         return None
     elsewhere = "" if path.parent == FOLDER / found.name else f" --out {path.parent}"
-    return f"trainer data prepare {found.name}{elsewhere}"
+    return f"uv run trainer data prepare {found.name}{elsewhere}"

@@ -273,11 +273,14 @@ def _how_to_fetch(prompt_set: PromptSet, by_repository: dict[Repository, list[Pu
     lines.append("On a machine with network:")
     for repository, files in by_repository.items():
         lines += [f"  {command}" for command in repository.fetch_commands(files, folder)]
-    lines += [f"Copy the folder {folder} here, then:", f"  trainer data prepare {prompt_set.name} --from {folder}"]
+    lines += [
+        f"Copy the folder {folder} here, then:",
+        f"  uv run trainer data prepare {prompt_set.name} --from {folder}",
+    ]
     if prompt_set.takes_own:
         lines += [
             "Or of images of your own, by a prompt file with one image per row (docs/guides/own_data.md):",
-            f"  trainer data prepare {prompt_set.name} --from my-pictures/prompts.jsonl",
+            f"  uv run trainer data prepare {prompt_set.name} --from my-pictures/prompts.jsonl",
         ]
     return "\n".join(lines)
 

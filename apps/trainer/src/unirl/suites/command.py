@@ -71,6 +71,8 @@ def evaluate_suite(command: Command) -> None:
         chosen_suite(str(command.options["suite"])),
         [word for word in command.overrides if word.startswith(PREFIX)],
     )
+    if stage != "score":
+        suite.require_prompts()  # before the recipe is composed and its values are built, which takes seconds
     own = dataclasses.replace(
         command, overrides=tuple(word for word in command.overrides if not word.startswith(PREFIX))
     )
@@ -128,7 +130,7 @@ def _refuse_model_folder(name: str) -> None:
         what = "the folder of a model, which does not say how it is sampled" if is_model else "no folder of a run"
         raise ConfigError(
             f"{folder} is {what}. Name a recipe of its family, and the folder as its model: "
-            f"trainer eval --suite NAME RECIPE bundle.pretrained_model={folder}."
+            f"uv run trainer eval --suite NAME RECIPE bundle.pretrained_model={folder}."
         )
 
 

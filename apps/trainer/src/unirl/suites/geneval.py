@@ -53,7 +53,7 @@ def _summary(scored: Sequence[Judged]) -> str:
     return "\n".join(lines) + "\n"
 
 
-GENEVAL_PROMPTS = "trainer data prepare geneval_benchmark"
+GENEVAL_PROMPTS = "uv run trainer data prepare geneval_benchmark"
 GENEVAL = Suite(
     name="geneval",
     what="objects, counts, colours and places, by a detector and rules",

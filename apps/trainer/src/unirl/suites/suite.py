@@ -121,14 +121,19 @@ class Suite:
             return Path(str(importlib.resources.files(f"unirl.worlds.{world}") / name))
         return Path(self.prompts).expanduser()
 
-    def rows(self) -> list[PromptRow]:
-        """The prompts that a metric counts, in file order. Raises ConfigError if their file is absent, with the command
-        that makes it, and if there are none."""
+    def require_prompts(self) -> Path:
+        """`prompt_file`. Raises ConfigError if it is absent, with the command that makes it."""
         path = self.prompt_file
         if not path.exists():
             command = command_for(path)
             how = f"Make it with: {command}" if command else "Give another file with suite.prompts=FILE"
             raise ConfigError(f"suite {self.name}: no prompt file {path}. {how}.")
+        return path
+
+    def rows(self) -> list[PromptRow]:
+        """The prompts that a metric counts, in file order. Raises ConfigError as `require_prompts` does, and if
+        there are none."""
+        path = self.require_prompts()
         rows = read_rows(path)
         wanted = {metric.only for metric in self.metrics}
         if None not in wanted:
@@ -144,5 +149,5 @@ def prepared(name: str, split: str = "test") -> str:
     """Path of a file that `trainer data prepare` makes. Raises ConfigError for a set that is not in the catalogue."""
     output = SETS[name].output(split) if name in SETS else None
     if output is None:
-        raise ConfigError(f"no set of prompts {name!r} with a split {split!r}. See: trainer data list.")
+        raise ConfigError(f"no set of prompts {name!r} with a split {split!r}. See: uv run trainer data list.")
     return str(FOLDER / name / output.file)

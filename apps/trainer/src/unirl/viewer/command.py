@@ -25,7 +25,9 @@ def view_command(command: Command) -> None:
     options = command.options
     folder = Path(command.recipe).expanduser()
     if command.recipe == RUNS_FOLDER and not folder.exists():
-        raise ConfigError(f"there is no folder {folder} here, where runs are written. Give one: trainer view FOLDER.")
+        raise ConfigError(
+            f"there is no folder {folder} here, where runs are written. Give one: uv run trainer view FOLDER."
+        )
     token = options.get("token")
     host, port = str(options.get("host", DEFAULT_HOST)), int(options.get("port", DEFAULT_PORT))
     view(folder, host=host, port=port, token=None if token is None else str(token))

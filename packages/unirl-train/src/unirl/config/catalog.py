@@ -6,7 +6,7 @@ import importlib.resources
 from collections.abc import Sequence
 from importlib.resources.abc import Traversable
 
-from unirl.config.suggestions import did_you_mean
+from unirl.config.suggestions import nearest
 from unirl.types.errors import ConfigError
 
 RECIPES_MODULE = "unirl.recipes"
@@ -48,10 +48,12 @@ def packaged_name(recipe: str, module: str = RECIPES_MODULE) -> str:
         raise ConfigError(f"recipe {recipe!r} may be any of {', '.join(meant)}. Write more of its name.")
     length = recipe.count("/") + 1
     known = [*names, *("/".join(name.split("/")[-length:]) for name in names)]
-    near = did_you_mean(recipe, known)
-    hint = f" {near}" if near.startswith("Did") else ""  # of so many, the first few names say nothing
+    # Written whole, as `trainer list` has them, also where a short name is nearest.
+    near = dict.fromkeys(name for short in nearest(recipe, known) for name in _meant(short, names))
+    hint = f" Did you mean {' or '.join(list(near)[:3])}?" if near else ""
     raise ConfigError(
-        f"unknown recipe {recipe!r}.{hint} There is no folder of a run of this name either. Recipes: trainer list"
+        f"unknown recipe {recipe!r}.{hint} There is no folder of a run of this name either. "
+        "Recipes: uv run trainer list"
     )
 
 

@@ -180,7 +180,7 @@ def _keys(recipe: Resolved) -> Iterator[str]:
     bounds."""
     for key in recipe:
         if key not in TOP_LEVEL:
-            yield f"unknown key {key!r} in the recipe. {did_you_mean(str(key), (*TOP_LEVEL, 'defaults'))}"
+            yield f"unknown key {key!r} in the recipe. {_meant(str(key), (*TOP_LEVEL, 'defaults'))}"
     yield from _stage_keys(recipe)
     yield from _pool_keys(recipe)
     of_policies = list(policy_sections(recipe).values()) if isinstance(recipe.get("policies", {}), Mapping) else []
@@ -191,12 +191,15 @@ def _keys(recipe: Resolved) -> Iterator[str]:
         known = (*OF_POLICIES, *schema.keys(NamedPolicySections)) if prefix else OF_POLICIES
         for key in sections:
             if key not in known:
-                yield f"{prefix}{key}: unknown key. {did_you_mean(str(key), known)}"
+                yield f"{prefix}{key}: unknown key. {_meant(str(key), known)}"
     for prefix, keys in required.items():
         own = recipe if not prefix else dict(of_policies)[prefix]
         for key in keys:
             if own.get(key) is None:
-                yield f"{prefix}{key} is missing from the recipe. Add it, or compose from a recipe of: trainer list."
+                yield (
+                    f"{prefix}{key} is missing from the recipe. Add it, or compose from a recipe of: "
+                    "uv run trainer list."
+                )
     yield from _plain_values(schema.Recipe, recipe, "")
     for prefix, sections in of_policies:
         yield from _plain_values(PolicySections, sections, prefix)
@@ -216,6 +219,15 @@ def _keys(recipe: Resolved) -> Iterator[str]:
         yield f"resume = {resume!r} must be auto or the folder of a run; there is no such folder."
     if recipe.get("resume_changes") == "allow" and recipe.get("resume") is None:
         yield "resume_changes = 'allow' does nothing without resume. Set resume=auto, or leave it out."
+
+
+def _meant(key: str, known: Iterable[str]) -> str:
+    """What a file may have meant by an unknown key: dots that stand for mappings, or another name."""
+    *outer, last = key.split(".")
+    if not outer:
+        return did_you_mean(key, known)
+    nested = "".join(f"{name}: {{" for name in outer) + f"{last}: ..." + "}" * len(outer)
+    return f"In a file write it nested, {nested}; dots are for the command line."
 
 
 def _stage_keys(recipe: Resolved) -> Iterator[str]:
@@ -249,7 +261,7 @@ def _named_sections(place: str, sections: Value, section: type) -> Iterator[str]
             yield f"{at} = {own!r} must be a mapping of {', '.join(known)}."
             continue
         for key in (key for key in own if key not in known):
-            yield f"{at}.{key}: unknown key. {did_you_mean(str(key), known)}"
+            yield f"{at}.{key}: unknown key. {_meant(str(key), known)}"
         yield from _plain_values(section, own, f"{at}.")
 
 
@@ -263,7 +275,7 @@ def _is_one_or_several(sections: Resolved, prefix: str, key: str, several: str) 
     if one is None and not any(node is not None for node in (many or {}).values()):
         yield (
             f"{prefix}{key} is missing from the recipe. Add it (or {prefix}{several} by track), or compose from a "
-            "recipe of: trainer list."
+            "recipe of: uv run trainer list."
         )
     if one is not None and many:
         yield f"{prefix}{key} and {prefix}{several} are both set. Keep one of them."
@@ -281,7 +293,7 @@ def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> It
         if key in inner and isinstance(value, Mapping):
             known = read_target(f"{inner[key].__module__}.{inner[key].__qualname__}").parameters
             for unknown in (name for name in value if name not in known):
-                yield f"{prefix}{key}.{unknown}: unknown key. {did_you_mean(str(unknown), known)}"
+                yield f"{prefix}{key}.{unknown}: unknown key. {_meant(str(unknown), known)}"
             yield from _plain_values(inner[key], value, f"{prefix}{key}.")
             continue
         is_section = key in inner or key in components(section)
@@ -361,7 +373,7 @@ def _bound(node: Mapping[str, Value], place: str, component: Component | None = 
         elif key not in target.parameters and not target.accepts_any:
             usable = set(target.parameters) - injected
             if not takes_out(key, value, usable):
-                yield f"{inside}: {target.path} has no argument {key!r}. {did_you_mean(key, usable)}"
+                yield f"{inside}: {target.path} has no argument {key!r}. {_meant(key, usable)}"
         else:
             yield from _value(value, inside, target, key)
     given = set(node) | injected

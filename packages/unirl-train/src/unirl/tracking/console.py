@@ -113,7 +113,10 @@ class ConsoleTracker:
         self._started = self._logged_at = time.perf_counter()
         self._step = step
         resumed = f", resumed after {step}" if step else ""
-        self._console.print(f"[bold]{self._name}[/bold]  {self._total} rollouts{resumed}  {run_dir}", soft_wrap=True)
+        rollouts = f"{self._total} rollouts{resumed}"
+        if 0 < self._total <= step:
+            rollouts = f"nothing to do: {step} rollouts are done and num_rollouts is {self._total}; set a larger one"
+        self._console.print(f"[bold]{self._name}[/bold]  {rollouts}  {run_dir}", soft_wrap=True)
         if config.get("reward"):
             self._console.print(f"reward: {reward_formula(config['reward'])}", soft_wrap=True, markup=False)
         old_logp = (config.get("resolved") or {}).get("old_logp")
