@@ -6,7 +6,9 @@
 The translation of a page lies at the same place below `docs/zh/`. Its last line says which English text it translates:
 `<!-- of 0123456789ab -->`, the start of that text's SHA-256. `mark` writes this line after you have translated or
 changed a page, and mends its links: write them as the English page has them, anchors too. A translation has the
-headings, blocks of code and rows of tables of its page, one by one; the site gives its headings the English anchors.
+headings, blocks of code and rows of tables of its page, one by one; the site gives its headings the English anchors,
+and where pages are read without the site, `mark` writes `<a id="..."></a>` before each heading that a translation links
+to.
 Pages that scripts write are English in both languages.
 """
 
@@ -16,7 +18,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,7 @@ GENERATED = (
 LINK = re.compile(r"(?P<head>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<target>[^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+NAME = re.compile(r'^<a id="[^"]*"></a>\n+', re.MULTILINE)
 MARK = re.compile(r"\n*<!-- of (?P<hash>[0-9a-f]{12}) -->\n*\Z")
 
 
@@ -77,6 +80,7 @@ def is_outdated(page: Path) -> bool:
 
 def mark(page: Path) -> None:
     """Says in a translation that it is of the English text as it stands, with links that lead from its own place.
+    Names the headings that translations link to.
 
     Raises SystemExit for a link that the English page does not have.
     """
@@ -92,6 +96,8 @@ def mark(page: Path) -> None:
 
     text = outside_code(text, LINK, mended)
     page.write_text(f"{text}\n\n<!-- of {digest(english)} -->\n", encoding="utf-8")
+    for other, changed in renamed().items():
+        other.write_text(changed, encoding="utf-8")
 
 
 def _links(english: Path, page: Path) -> dict[str, str]:
@@ -118,9 +124,36 @@ def outside_code(text: str, pattern: re.Pattern[str], changed: Callable[[re.Matc
     return "".join([*parts, pattern.sub(changed, text[end:])])
 
 
+def with_names(text: str, english: Path, wanted: Collection[str]) -> str:
+    """A translation with names before the headings that have one of these English anchors, and before no others."""
+    slugs = iter(_slugs(english.read_text(encoding="utf-8")))
+
+    def named(heading: re.Match[str]) -> str:
+        slug = next(slugs, "")
+        return f'<a id="{slug}"></a>\n\n{heading[0]}' if slug in wanted else heading[0]
+
+    return outside_code(outside_code(text, NAME, lambda name: ""), HEADING, named)
+
+
+def renamed() -> dict[Path, str]:
+    """The translations whose names before headings are not those that translations link to -> their right text."""
+    of = {translated(page): page for page in english_pages()}
+    wanted: dict[Path, set[str]] = {page: set() for page in of}
+    pages = {page: page.read_text(encoding="utf-8") for page in of if page.is_file()}
+    for page, text in pages.items():
+        for link in LINK.finditer(FENCED.sub("", text)):
+            target, _, anchor = link["target"].partition("#")
+            aim = (page.parent / target).resolve() if target else page
+            if anchor and aim in wanted:
+                wanted[aim].add(anchor)
+    right = {page: with_names(text, of[page], wanted[page]) for page, text in pages.items()}
+    return {page: text for page, text in right.items() if text != pages[page]}
+
+
 def with_anchors(text: str, english: Path) -> str:
     """A translation whose headings have the anchors of the English page's, for mkdocs."""
     slugs = iter(_slugs(english.read_text(encoding="utf-8")))
+    text = outside_code(text, NAME, lambda name: "")
     return outside_code(text, HEADING, lambda heading: f"{heading[0]} {{#{next(slugs, '')}}}".replace(" {#}", ""))
 
 
@@ -160,6 +193,8 @@ def problems() -> list[str]:
                 if has[what] != wants[what]:
                     place = translation.relative_to(ROOT).as_posix()
                     found.append(f"{place} has other {what} than {name}: {has[what]} instead of {wants[what]}")
+    for page in renamed():
+        found.append(f"{page.relative_to(ROOT).as_posix()} has other names before headings than links lead to; mark it")
     known = {translated(page) for page in pages}
     for page in sorted(CHINESE.glob("**/*.md")):
         if page not in known:

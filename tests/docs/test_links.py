@@ -37,7 +37,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     for link in LINK.finditer(FENCED.sub("", page.read_text())):
         target = (page.parent / link["file"]).resolve() if link["file"] else page
         assert target.exists(), f"{page.name}: {link[0]}"
-        # The headings of a translation have the English anchors in the site alone.
+        # The headings of a translation have the English anchors, which docs/site/translations.py writes.
         named = english(target)
         assert link["anchor"] is None or link["anchor"] in anchors(named), f"{page.name}: {link[0]}"
 

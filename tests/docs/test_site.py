@@ -132,6 +132,16 @@ def test_a_translation_that_is_cut_short_or_of_nothing_is_found(translated):
     assert "README.md has no translation {}/start.md".format("docs/zh") in translated.problems()
 
 
+def test_headings_that_translations_link_to_are_named_without_the_site(translated):
+    page, linking = translated.CHINESE / "guides" / "why.md", translated.CHINESE / "faq.md"
+    named = '# 为什么\n\n<a id="the-reason"></a>\n\n## 原因\n\n```bash\n# 运行\n```\n'
+    assert translated.without_mark(page.read_text()) == named
+    linking.write_text(linking.read_text().replace("#the-reason", ""))
+    assert "has other names before headings" in " ".join(translated.problems())
+    translated.mark(page)
+    assert translated.without_mark(page.read_text()) == named.replace('<a id="the-reason"></a>\n\n', "")
+
+
 def test_headings_of_a_translation_have_the_english_anchors(translated):
     page = translated.CHINESE / "guides" / "why.md"
     assert translated.with_anchors(page.read_text(), translated.original(page)).startswith(
