@@ -48,6 +48,8 @@ def reads(mode: Rehearsal) -> dict[str, Any]:
         "repeated": list(torch.arange(2, device=PRETEND).repeat_interleave(torch.tensor([3, 1]).to(PRETEND)).shape),
         "counts": torch.bincount(torch.randint(4, (10,), device=PRETEND), minlength=4).tolist(),
         "runs": torch.unique_consecutive(torch.tensor([2, 2, 5]).to(PRETEND)).tolist(),
+        "many truths": int(torch.ones(1 << 18, dtype=torch.bool, device=PRETEND).sum()),
+        "many weights": float(torch.ones(1 << 18, device=PRETEND).sum()),
         "of a list": torch.tensor([levels[0], levels[1]], device=PRETEND).tolist(),
         "at": sorted(mode.counts.reads),
     }

@@ -79,6 +79,7 @@ def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> N
     assert reads["runs"] == [2, 5]
     assert reads["picked"] == pytest.approx([0.2, 0.0])  # by a mask whose values are known
     assert reads["of a list"] == pytest.approx([0.9, 0.2])
+    assert (reads["many truths"], reads["many weights"]) == (1 << 18, 0.0)  # of large ones those of masks alone
     assert reads["repeated"] == [4]
     assert reads["counts"] == [3, 3, 2, 2]
     kinds = {read.split(" at ")[0] for read in reads["at"]}

@@ -39,8 +39,9 @@ PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 SMALL_BYTES = 1 << 20
 """A larger tensor that leaves the device shares one zero in host memory."""
 MASKS = (torch.bool, torch.uint8)
-MOST_VALUES = 1 << 20
-"""Elements of a tensor up to which its values are kept."""
+MOST_VALUES, MOST_PLACES = 1 << 16, 1 << 20
+"""Elements of a tensor of floating point, and of whole numbers or truth values, up to which its values are kept. Masks
+of several long answers are large; so are weights, whose values say nothing."""
 RANDOM = frozenset(
     getattr(packet, overload)
     for packet in (aten.randn, aten.rand, aten.normal_, aten.uniform_, aten.randint, aten.empty, aten.empty_strided)
@@ -240,7 +241,7 @@ class Rehearsal(TorchDispatchMode):
             if (values := self._values.get(flat[1])) is not None:
                 self._values[flat[0]] = values.clone()
             return
-        if func in RANDOM or any(not isinstance(each, FakeTensor) or each.numel() > MOST_VALUES for each in outs):
+        if func in RANDOM or not all(isinstance(each, FakeTensor) and each.numel() <= _most(each) for each in outs):
             return
         if not self._has_values(flat):
             if func._schema.is_mutable:  # what it wrote has no values any more
@@ -405,6 +406,10 @@ def _is_host(device: torch.device | None) -> bool:
 
 def _number(value: Value) -> Value:
     return value.tolist() if isinstance(value, FakeTensor) else value
+
+
+def _most(tensor: Tensor) -> int:
+    return MOST_VALUES if tensor.is_floating_point() or tensor.is_complex() else MOST_PLACES
 
 
 def _is_mask(index: Value) -> bool:
