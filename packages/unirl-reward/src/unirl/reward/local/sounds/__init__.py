@@ -1,0 +1,1 @@
+"""Scorers of the sound of videos (extra `sound`)."""
