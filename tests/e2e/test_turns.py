@@ -104,7 +104,7 @@ def test_records_have_what_each_side_said(tmp_path):
 
 def test_the_examples_of_the_guide_play(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/guides/environments.md").read_text(encoding="utf-8")
-    for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", page, re.DOTALL):
+    for name, code in re.findall(r"```python (\w+)\.py\n(.*?)```", page, re.DOTALL):
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     tool, game = importlib.import_module("my_tools").Capital(), importlib.import_module("my_game").Guess(50)
