@@ -108,7 +108,7 @@ def test_programs_of_episodes_end_with_their_process(is_killed, monkeypatch):
 
 
 def ends(pid, within_s=20.0):
-    """True once a process that was killed is gone."""
+    """True when the killed process is gone."""
     until = time.monotonic() + within_s
     while is_running(pid) and time.monotonic() < until:
         time.sleep(0.02)
