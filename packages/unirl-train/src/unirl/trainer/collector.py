@@ -244,11 +244,8 @@ class Collector(Generic[ParamsT]):
             progress = self._settings.progress(rollout_id)
             root = resp.meta.root_name()
             num_samples = resp.meta.track(self._scored_track or root).batch_size
-            advantages = self._advantages_by_track(resp.meta, root, progress, resp)
-            self._attach(resp, advantages)
-            metrics = self._metrics_of(resp.meta, root, advantages, progress)
-            metrics.update({f"reward/{name}": value for name, value in gauges.items()})
-            metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
+            self._attach_advantages(resp, root, progress)
+            metrics = self._metrics_of(resp.meta, root, progress, gauges)
             if show is not None:
                 show(resp)
             resp = self._selected(resp, root)
@@ -261,7 +258,7 @@ class Collector(Generic[ParamsT]):
             self._untrained.setdefault(rollout_id, self._advantage_state())
             resp = self._joined([groups])
             root, progress = resp.meta.root_name(), self._settings.progress(rollout_id)
-            self._attach(resp, self._advantages_by_track(resp.meta, root, progress, resp))
+            self._attach_advantages(resp, root, progress)
             if show is not None:
                 show(resp)
             return ScoredPart(number, progress, self._selected(resp, root), resp.meta, groups.gauges)
@@ -271,10 +268,7 @@ class Collector(Generic[ParamsT]):
         track."""
         meta, progress = collected(Collect.CONCAT, [part.whole for part in parts]), parts[0].progress
         root = meta.root_name()
-        metrics = self._metrics_of(meta, root, self._advantages_by_track(meta, root, progress), progress)
-        gauges = largest([part.gauges for part in parts])
-        metrics.update({f"reward/{name}": value for name, value in gauges.items()})
-        metrics["reward/dropped_groups"] = float(self._num_dropped_groups)
+        metrics = self._metrics_of(meta, root, progress, largest([part.gauges for part in parts]))
         metrics["group/trained_samples"] = float(sum(part.resp.meta.batch_size for part in parts))
         return metrics, meta.track(self._scored_track or root).batch_size
 
@@ -381,13 +375,9 @@ class Collector(Generic[ParamsT]):
 
     # Advantages and selection -----------------------------------------------------------------------------------
 
-    def _advantages_by_track(
-        self, meta: RolloutResp, root: str, progress: float, resp: Held | None = None
-    ) -> dict[str, Tensor]:
-        """Advantages over the whole batch of every trained track, and of the root, which selection uses.
-
-        resp: the samples, for advantages that count tokens.
-        """
+    def _attach_advantages(self, resp: Held, root: str, progress: float) -> None:
+        """Compute advantages over the whole batch for every trained track, and for the root, which selection uses."""
+        meta = resp.meta
         advantages: dict[str, Tensor] = {}
         for name in dict.fromkeys((root, *self._stack.trained_tracks())):
             track, normalize = meta.track(name), self._advantages_of(name)
@@ -400,26 +390,24 @@ class Collector(Generic[ParamsT]):
                     track.group_ids,
                     track.component_rewards,
                     progress=progress,
-                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens and resp is not None else None,
+                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
                 )
-        return advantages
-
-    def _attach(self, resp: Held, advantages: Mapping[str, Tensor]) -> None:
-        for name, own in advantages.items():
-            resp.attach(name, advantages=own)
+            resp.attach(name, advantages=advantages[name])
 
     def _metrics_of(
-        self, meta: RolloutResp, root: str, advantages: Mapping[str, Tensor], progress: float
+        self, meta: RolloutResp, root: str, progress: float, gauges: Mapping[str, float]
     ) -> dict[str, float]:
-        """Metrics of rewards and advantages."""
+        """Metrics of rewards and advantages, which the tracks have. gauges: of scoring."""
         trained = self._stack.trained_tracks()
         return {
             **reward_metrics(meta.track(root)),
             **joined({name: reward_metrics(meta.track(name)) for name in trained if name != root}),
-            **advantage_metrics({name: advantages[name] for name in trained}),
+            **advantage_metrics({name: meta.track(name).known_advantages for name in trained}),
             **self._advantages.metrics(progress),
             **joined({name: own.metrics(progress) for name, own in self._track_advantages.items()}),
             **joined({name: count_metrics(track) for name, track in meta.tracks.items()}),
+            **{f"reward/{name}": value for name, value in gauges.items()},
+            "reward/dropped_groups": float(self._num_dropped_groups),
         }
 
     def _advantages_of(self, track: str) -> Advantages:
