@@ -49,13 +49,7 @@ class ActionCanary(Canary):
         )
 
     def _request(self, version: int) -> RolloutReq:
-        return RolloutReq(
-            sample_ids=self._names(),
-            group_ids=self._names(),
-            primitives=self._primitives,
-            sampling_params=self._params,
-            rollout_id=version,
-        )
+        return self._plain_request(version, self._params)
 
     def _gaps(self, track: RolloutTrack) -> Tensor:
         segment = _decisions(track.to(self._device))

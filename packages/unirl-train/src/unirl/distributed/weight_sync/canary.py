@@ -16,7 +16,7 @@ from unirl.types.noise import noise_keys
 from unirl.types.protocols.engines import PushTarget
 from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeline
 from unirl.types.rollout import RolloutReq, RolloutTrack
-from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 
 
@@ -102,6 +102,17 @@ class Canary(ABC):
             raise WeightSyncError(f"policy version {version} was pushed, but the engine samples with {versions}")
         return track
 
+    def _plain_request(self, version: int, params: BaseSamplingParams) -> RolloutReq:
+        """A request for one sample per prompt with nothing pinned."""
+        names = self._names()
+        return RolloutReq(
+            sample_ids=names,
+            group_ids=names,
+            primitives=self._primitives,
+            sampling_params=params,
+            rollout_id=version,
+        )
+
     def _names(self) -> list[str]:
         return [f"canary{row}" for row in range(len(self._prompts))]
 
@@ -126,13 +137,7 @@ class TokenCanary(Canary):
         self._device = device
 
     def _request(self, version: int) -> RolloutReq:
-        return RolloutReq(
-            sample_ids=self._names(),
-            group_ids=self._names(),
-            primitives=self._primitives,
-            sampling_params=self._params,
-            rollout_id=version,
-        )
+        return self._plain_request(version, self._params)
 
     def _gaps(self, track: RolloutTrack) -> Tensor:
         segment, own = _tokens(track), track.to(self._device)
