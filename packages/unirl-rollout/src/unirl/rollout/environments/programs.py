@@ -17,6 +17,11 @@ def new_mark() -> str:
     return uuid.uuid4().hex
 
 
+def marking(mark: str) -> list[str]:
+    """What stands before a command whose process, and all that it starts, shall have this mark."""
+    return ["env", f"{MARK}={mark}"]
+
+
 def end_programs(mark: str) -> None:
     """Kill all processes with this mark but the one that calls."""
     wanted = f"{MARK}={mark}".encode()

@@ -19,7 +19,7 @@ from typing import Any
 from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Task
 from unirl.rollout.environments.process import Act, Answer, Answered, Call, Close, Raised, Reset, Restore
-from unirl.rollout.environments.programs import MARK, end_programs, new_mark
+from unirl.rollout.environments.programs import end_programs, marking, new_mark
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Process:
         self._owner, theirs = Pipe()
         life, self._life = os.pipe()
         self._mark = new_mark() if prototype.starts_programs else None
-        marked = [] if self._mark is None else ["env", f"{MARK}={self._mark}"]
+        marked = [] if self._mark is None else marking(self._mark)
         command = [*marked, prototype.python or sys.executable, "-m", "unirl.rollout.environments.process"]
         self._child = subprocess.Popen(
             [*command, str(theirs.fileno()), str(life), self._mark or ""],

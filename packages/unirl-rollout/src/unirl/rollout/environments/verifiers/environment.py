@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from unirl.rollout.environments.base import Step, Task
-from unirl.rollout.environments.programs import MARK, end_programs, new_mark
+from unirl.rollout.environments.programs import end_programs, marking, new_mark
 from unirl.rollout.environments.text import Introduction, TextEnvironment
 from unirl.rollout.environments.verifiers.exchange import Asked
 from unirl.rollout.environments.verifiers.playing import Options, Play, player
@@ -77,7 +77,7 @@ class Verifiers(TextEnvironment):
     def introduce(self) -> Introduction:
         """Begin the first task in a process, to see which tools and which message of the system it brings."""
         mark = new_mark()
-        command = ["env", f"{MARK}={mark}", self.python or sys.executable, "-m", f"{MODULE}.first", self._options.text]
+        command = [*marking(mark), self.python or sys.executable, "-m", f"{MODULE}.first", self._options.text]
         # The time to import the library, besides that of an episode's start.
         timeout_s = 120.0 + self._timeout_s
         try:
