@@ -32,7 +32,7 @@ def _results(judged: Sequence[Judged]) -> Mapping[str, str]:
         own = [
             {"video_path": f"samples/{each.media.get('file')}", "video_results": each.scores[metric.name] / divisor}
             for each in judged
-            if each.scores and dimension in each.metadata.get("dimensions", ())
+            if each.scores and VBENCH.counts(metric, each.metadata)
         ]
         if own:
             found[dimension] = [statistics.fmean(float(each["video_results"]) for each in own), own]

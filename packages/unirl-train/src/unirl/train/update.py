@@ -2,7 +2,7 @@
 
 The loss is the sum over tracks of weight times the exact mean over all terms of the track on all devices. Where a
 mini-batch comes in parts, the number of terms is known only with the last one: the mean is taken over what the first
-part lets expect, and gradients and losses are corrected by one factor in the end.
+part lets expect, and gradients are corrected by one factor in the end.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from unirl.reward.base import LocalScorer
 from unirl.reward.card import ScorerCard
 from unirl.reward.local.pretrained import check_dtype, load_complete, load_transformers, on_one_line
+from unirl.reward.local.video.frames import videos_of
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Videos
+from unirl.types.errors import ConfigError
 from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
@@ -80,10 +80,7 @@ class CLAPScorer(LocalScorer):
 
     def score_batch(self, request: RewardRequest) -> Tensor:
         """Cosines, float32 [b]. Raises ValueError for a video without sound."""
-        videos = request.generated.get("video")
-        if not isinstance(videos, Videos):
-            raise ContractError(f"this request has no generated video; it has {sorted(request.generated)}")
-        sounds = videos.audio
+        sounds = videos_of(request).audio
         waveforms = [] if sounds is None else sounds.unpack("waveform")
         if sounds is None or sounds.sample_rate is None or not all(len(waveform) for waveform in waveforms):
             raise ValueError("its video has no sound, or none of a known rate; take a model that makes one (LTX-2)")

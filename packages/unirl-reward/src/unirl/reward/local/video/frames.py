@@ -172,11 +172,16 @@ class VideoPickScoreScorer(PickScoreRewardScorer):
 
 
 def frames_of(request: RewardRequest) -> list[Tensor]:
-    """Frames [T, 3, H, W] of each generated video. Raises ContractError for a request without videos."""
+    """Frames [T, 3, H, W] of each generated video. Raises as `videos_of`."""
+    return videos_of(request).unpack("frames")
+
+
+def videos_of(request: RewardRequest) -> Videos:
+    """The generated videos. Raises ContractError for a request without."""
     videos = request.generated.get("video")
     if not isinstance(videos, Videos):
         raise ContractError(f"this request has no generated video; it has {sorted(request.generated)}")
-    return videos.unpack("frames")
+    return videos
 
 
 def temporal_consistency(frames_TCHW: Tensor) -> Tensor:
