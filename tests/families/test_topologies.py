@@ -83,9 +83,16 @@ class Runs:
         job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, folder)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # while another process's ranks run, which take all cores
-            if not (folder / "done").exists():
-                ranks_of_train.results_of_ranks(job, folder, num_ranks)
-                (folder / "done").touch()
+            if not (folder / "outcome").exists():
+                (folder / "outcome").write_text("another process's ranks did not end")
+                try:
+                    ranks_of_train.results_of_ranks(job, folder, num_ranks)
+                except AssertionError as failed:
+                    (folder / "outcome").write_text(str(failed))
+                else:
+                    (folder / "outcome").write_text("")
+            failure = (folder / "outcome").read_text()
+        assert not failure, failure
         return ranks_of_train.saved_results(folder, num_ranks)
 
 

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-JOIN_TIMEOUT_S = 900.0
+JOIN_TIMEOUT_S = 480.0
+"""No job of a test takes half as long."""
+COLLECTIVE_TIMEOUT_S = JOIN_TIMEOUT_S - 60.0
+"""A rank that waits for another says where before it is killed."""
 LEAVE_TIMEOUT_S = 60.0
 
 PRELOADED = [
@@ -40,18 +43,20 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     """What `job()` returns on each rank, through files in `folder`.
 
     job: a function of a module, or a `partial` of one, which the processes import.
+    folder: without what an earlier group has left, since its store leads to processes that are gone.
     Raises AssertionError with the tracebacks of the ranks that failed.
     """
     context = forkserver()
     processes = [context.Process(target=_run, args=(job, rank, world_size, folder)) for rank in range(world_size)]
     for process in processes:
         process.start()
+    end = time.monotonic() + JOIN_TIMEOUT_S
     for process in processes:
-        process.join(JOIN_TIMEOUT_S)
+        process.join(max(0.0, end - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
-    failures = [path.read_text() for rank in range(world_size) if (path := folder / f"failure-{rank}").is_file()]
+    failures = [text for path in sorted(folder.glob("failure-*")) if (text := path.read_text())]
     codes = [process.exitcode for process in processes]
     assert not failures, "\n".join([*failures, f"ranks ended with {codes}"])
     assert codes == [0] * world_size, f"ranks ended with {codes}"
@@ -65,13 +70,15 @@ def saved_results(folder: Path, world_size: int) -> list[Any]:
 
 def _run(job: Job, rank: int, world_size: int, folder: Path) -> None:
     faulthandler.enable()
+    stacks = (folder / f"failure-{rank}-waits").open("w")
+    faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT_S, file=stacks)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     try:
         torch.save(job(), folder / f"result-{rank}.pt")
