@@ -29,7 +29,12 @@ def compared(records):
     }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+USUAL = ("worlds/tools/grpo", "vla/tabletop_push")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.nightly) for name in RECIPES]
+)
 def test_one_process_two_workers_and_two_nodes_give_the_same_numbers(name, tmp_path):
     register_resolvers()
 

@@ -40,7 +40,12 @@ def ahead(recipe, folder):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("served", "is_ahead"), [({}, False), (SERVED, False), (SERVED, True)], ids=["even", "served", "served, ahead"]
+    ("served", "is_ahead"),
+    [
+        pytest.param({}, False, id="even"),
+        pytest.param(SERVED, False, id="served", marks=pytest.mark.nightly),
+        pytest.param(SERVED, True, id="served, ahead"),
+    ],
 )
 def test_writer_painter_and_reward_on_three_pools_of_two_nodes_train_as_on_one_worker(tmp_path, served, is_ahead):
     # As many images in a forward on one worker and on two: the painter's pool lies on both nodes.

@@ -58,3 +58,8 @@ def engine_python(environment: str) -> str:
 def marked(name: str, *values: object) -> Any:
     """Parameters of a test by one engine: its name, and what else."""
     return pytest.param(name, *values, marks=getattr(pytest.mark, name), id="-".join([name, *map(str, values)]))
+
+
+def nightly(parameters: Any) -> Any:
+    """Parameters of `marked`, for a test that `.ci/run` leaves out."""
+    return pytest.param(*parameters.values, marks=(*parameters.marks, pytest.mark.nightly), id=parameters.id)

@@ -103,6 +103,7 @@ def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglan
         engine.shutdown()
 
 
+@pytest.mark.nightly
 def test_images_that_an_environment_shows_between_turns_are_those_of_a_replay(sglang_python, tmp_path):
     folder = str(_models.save_vision_model(_models.qwen_vl("qwen2_5_vl"), tmp_path))
     (tmp_path / "chat_template.jinja").write_text(_models.VISION_TEMPLATE)

@@ -3,7 +3,7 @@
 import pytest
 from recipe_runs import exact_match, finish, output_of, records, train
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.nightly]  # as of vLLM
 NUM_ROLLOUTS = 6
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_engines import SERVED, marked
+from served_engines import SERVED, marked, nightly
 from shapes_sd3 import CHECKPOINT, direct, push, replay_gap, request
 from test_served_latents import LOGP_TOLERANCE, TOLERANCE
 from test_served_unified import MODELS, check_pushes, check_trajectories
@@ -26,8 +26,9 @@ NUM_PARAMETERS = {"sglang": 95, "vllm_omni": 70}
     [
         marked("sglang", {}),  # by tensors, as the next
         marked("vllm_omni", {}),
-        marked("sglang", {"enable_cfg_parallel": True}),  # one process for each branch of guidance, as the next
-        marked("vllm_omni", {"cfg_parallel_size": 2, "tensor_parallel_size": 1}),
+        # One process for each branch of guidance.
+        nightly(marked("sglang", {"enable_cfg_parallel": True})),
+        nightly(marked("vllm_omni", {"cfg_parallel_size": 2, "tensor_parallel_size": 1})),
     ],
     ids=["sglang-by-tensors", "vllm_omni-by-tensors", "sglang-by-branches", "vllm_omni-by-branches"],
 )
@@ -50,8 +51,8 @@ def test_two_ranks_take_pushes_and_sample_as_one(name, engine_args, shapes):
 @pytest.mark.parametrize(
     "name",
     [
-        marked("sglang"),  # by the tokens of a latent
-        marked("vllm_omni"),  # by tensors
+        nightly(marked("sglang")),  # by the tokens of a latent
+        nightly(marked("vllm_omni")),  # by tensors
     ],
 )
 def test_two_ranks_sample_another_family_as_one(name):
@@ -70,6 +71,7 @@ def test_two_ranks_sample_another_family_as_one(name):
 
 
 @pytest.mark.vllm_omni
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_draw_for_a_unified_model_as_one(name, tmp_path):
     """HunyuanImage3's share the experts out, each whole."""

@@ -2,7 +2,7 @@
 
 import pytest
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, save_qwen3
-from served_engines import engine_python, marked
+from served_engines import engine_python, marked, nightly
 from test_vllm_weights import full_sync, push, state
 
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
@@ -20,7 +20,7 @@ START = {
 }
 
 
-@pytest.mark.parametrize("name", [marked("vllm"), marked("sglang")])
+@pytest.mark.parametrize("name", [marked("vllm"), nightly(marked("sglang"))])
 def test_two_ranks_take_pushes_and_give_log_probs_as_one(name, tmp_path):
     model = save_qwen3(tmp_path / "model")
     python = engine_python(f"{name}-cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, log_probs, request, save_qwen3
-from served_engines import engine_python, marked
+from served_engines import engine_python, marked, nightly
 from test_vllm_weights import full_sync, push, state
 
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
@@ -36,7 +36,7 @@ START = {
 LONG = ARSamplingParams(temperature=1.0, max_new_tokens=CONTEXT - 8, seed=2)
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in START])
+@pytest.mark.parametrize("name", [marked("vllm"), nightly(marked("sglang"))])
 def test_a_killed_instance_is_replaced_with_the_policy_and_its_samples_are_made_once(name, tmp_path):
     save_qwen3(tmp_path / "base")
     model = save_qwen3(tmp_path / "policy", seed=1)

@@ -81,6 +81,7 @@ def engine_at(url, first, transfer_dir):
     return SGLangRolloutEngine(LetterCodec(), model=first[1], url=url, dtype="fp32", transfer_dir=str(transfer_dir))
 
 
+@pytest.mark.nightly
 def test_two_nodes_take_pushes_and_give_log_probs_as_one(url, first, tmp_path):
     engine = engine_at(url, first, tmp_path)
     try:

@@ -210,6 +210,7 @@ def test_a_recipe_is_measured_on_this_machine():
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_one_command_reports_this_machine(tmp_path):
     script = Path(__file__).resolve().parents[3] / "scripts" / "gpu_report"

@@ -64,6 +64,7 @@ def test_the_numbers_of_the_guide_to_stable_diffusion_follow():
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_rehearsal_counts_what_is_estimated():
     words = ["flux2_klein/grpo", "+backend.fsdp.activation_offload=true"]
     command = [str(Path(sys.executable).parent / "trainer"), "rehearse", *words]
