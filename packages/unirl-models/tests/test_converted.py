@@ -145,3 +145,23 @@ def test_logits_that_are_capped_are_refused_without_weights(tmp_path: Path) -> N
     save_text_model(transformers.Gemma2ForCausalLM(config), tmp_path)
     with pytest.raises(ConfigError, match="scales or caps its logits"):
         CausalLMBundle(str(tmp_path), defers_weights=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_random_weights_are_those_of_their_seed_whatever_the_folder_holds(dtype: str, tmp_path: Path) -> None:
+    save_text_model(qwen3(), tmp_path)
+    torch.manual_seed(11)
+    state = torch.random.get_rng_state()
+    made = [CausalLMBundle(str(tmp_path), dtype, random_weights=seed) for seed in (5, 5, 6)]
+    deferred = CausalLMBundle(str(tmp_path), dtype, random_weights=5, defers_weights=True)
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator is not touched"
+    assert not deferred.defers_weights
+    stored, first, again, other = (
+        dict(bundle.model.named_parameters()) for bundle in (CausalLMBundle(str(tmp_path), dtype), *made)
+    )
+    drawn = [name for name, value in first.items() if value.ndim > 1]
+    for name, value in first.items():
+        assert value.dtype == stored[name].dtype and torch.equal(value, again[name])
+        assert torch.equal(value, dict(deferred.model.named_parameters())[name])
+    assert drawn and all(not torch.equal(first[name], each[name]) for name in drawn for each in (stored, other))
+    assert made[0].eos_token_ids == CausalLMBundle(str(tmp_path), dtype).eos_token_ids

@@ -27,7 +27,7 @@ from unirl.models.packing import Packing
 from unirl.models.spread_experts import published_experts, spread_stacked
 from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
-from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
@@ -52,8 +52,10 @@ class CausalLMBundle(OneComponentBundle):
     pretrained_model: a folder that save_pretrained wrote, or a hub id. dtype: of the weights ("fp32", "bf16", "fp16"),
         whatever the file holds.
     chunk_logits: logits that scoring holds at once, see `unirl.models.token_scores`; the memory knob of replay.
+    random_weights: seed of random weights, drawn as the folder's configuration says, for models that are trained from
+        nothing; every rank draws the same. None takes the folder's.
     defers_weights: leave the weights to the backend, which reads this rank's part of each; folders without safetensors
-        files are read at once.
+        files are read at once, and random weights drawn.
     Raises CheckpointError or ConfigError before weights are read if the folder is missing, incomplete or of another
     model; CheckpointError for weights that do not fit and for a tokenizer of more words than the model.
     """
@@ -77,6 +79,7 @@ class CausalLMBundle(OneComponentBundle):
         device: str | torch.device = "cpu",
         *,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        random_weights: Seed | None = None,
         defers_weights: bool = False,
     ) -> None:
         weights_dtype = dtype_named(dtype, "dtype")
@@ -89,6 +92,7 @@ class CausalLMBundle(OneComponentBundle):
         self.defers_weights = False
         """True if the parameters are on the meta device, for a backend to read."""
         self._stored: ConvertedState | None = None
+        self._random_weights = random_weights
         if defers_weights:
             self._defer_weights(weights_dtype)
         if not self.defers_weights:
@@ -187,6 +191,8 @@ class CausalLMBundle(OneComponentBundle):
         if not has_values(self.device):
             self.model, self.defers_weights = without_weights(self.auto_class, path, dtype, self.device), True
             return
+        if self._random_weights is not None:
+            return
         files = safetensors_files(path, _WEIGHTS)
         if files is None or "quantization_config" in self.folder.config:
             reason = f"it has no {_WEIGHTS}.safetensors" if files is None else "its weights are quantised"
@@ -217,6 +223,10 @@ class CausalLMBundle(OneComponentBundle):
         path = self.folder.path
         if not has_values(self.device):
             return from_configuration(self.auto_class, path, dtype, self.device)
+        if self._random_weights is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._random_weights)
+                return from_configuration(self.auto_class, path, dtype, torch.device("cpu"))
         try:
             model, info = self.auto_class.from_pretrained(
                 path, dtype=dtype, output_loading_info=True, device_map=self.device

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.extras import from_extra
 from unirl.models.token_scores import CHUNK_LOGITS
-from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.errors import CheckpointError, ConfigError
 
 with from_extra("transformers"):
@@ -41,9 +41,17 @@ class QwenVLBundle(CausalLMBundle):
         min_pixels: PositiveInt | None = None,
         max_pixels: PositiveInt | None = None,
         chunk_logits: PositiveInt = CHUNK_LOGITS,
+        random_weights: Seed | None = None,
         defers_weights: bool = False,
     ) -> None:
-        super().__init__(pretrained_model, dtype, device, chunk_logits=chunk_logits, defers_weights=defers_weights)
+        super().__init__(
+            pretrained_model,
+            dtype,
+            device,
+            chunk_logits=chunk_logits,
+            random_weights=random_weights,
+            defers_weights=defers_weights,
+        )
         self.vision_tower.requires_grad_(not freeze_vision)
         self.alias_offset: int = self.model.get_input_embeddings().num_embeddings
         """An id beyond the vocabulary by this much is embedded as the id itself, and is no placeholder to the model."""
