@@ -229,3 +229,44 @@ def test_an_image_that_cannot_be_resized_is_named(pipeline):
     stripe = ShownImage(1, 300, bytes(900))
     with pytest.raises(DataError, match="an image of 300 x 1 pixels cannot be resized"):
         pipeline.bridge([Message("tool", "", (stripe,))])
+
+
+def test_a_conversation_of_the_data_is_read_as_a_rollout_of_it(pipeline):
+    tokenizer = pipeline.bundle.tokenizer
+    first = shown_image(image(60, 60, 0))
+    turns = ["one", "two words", "end"]
+    said = [Message("user", "what is it?", (first,)), Message("assistant", turns[0])]
+    said += [*TALK[0], Message("assistant", turns[1]), *TALK[1], Message("assistant", turns[2])]
+    found = pipeline.conversation(said)
+
+    pixels = ImageLists(images=[[shown_pixels(first)]])
+    conditions = pipeline.encode({"text": Texts(texts=["what is it?"]), "image": pixels}, PARAMS)
+    (prompt,) = conditions["prompt"].unpack("tokens")
+    seen, tokens, is_written = [(0, conditions["images"])], [], []
+    for turn, text in enumerate(turns):
+        own = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        tokens += own
+        is_written += [True] * len(own)
+        if turn < 2:
+            bridge = pipeline.bridge(TALK[turn])
+            seen.append((len(prompt) + len(tokens), bridge.images))
+            tokens += bridge.tokens
+            is_written += [False] * len(bridge.tokens)
+    rolled = ImagePatchCondition.in_turns([seen])
+    assert (found.prompt, found.tokens, found.is_written) == (prompt.tolist(), tokens, is_written)
+    assert found.images.grids == rolled.grids and found.images.places == rolled.places
+    assert torch.equal(found.images.patches, rolled.patches)
+
+
+def test_images_before_the_first_turn_stand_where_their_messages_say(pipeline):
+    first, second = SHOWN
+    answer = Message("assistant", "yes")
+    pixels = ImageLists(images=[[shown_pixels(first), shown_pixels(second)]])
+    text = "is <image> like <image>?"
+    conditions = pipeline.encode({"text": Texts(texts=[text]), "image": pixels}, PARAMS)
+    found = pipeline.conversation([Message("user", text, (first, second)), answer])
+    assert found.prompt == conditions["prompt"].tokens.tolist()
+    assert found.images.places == conditions["images"].places
+    apart = pipeline.conversation([Message("user", "is", (first,)), Message("user", "like", (second,)), answer])
+    assert apart.images.grids == found.images.grids and apart.prompt != found.prompt
+    assert pipeline.conversation([Message("user", "hi"), answer]).images is None

@@ -7,9 +7,10 @@ import torch
 from text_fakes import NumberCodec, request
 
 from unirl.rollout.engine.offline.texts import OfflineTextEngine
+from unirl.types.conditions import Conversation, ImagePatchCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.messages import Conversation
+from unirl.types.media import Audios, ImageLists
 from unirl.types.segments import SegmentStatus, TextSegment
 
 
@@ -53,6 +54,57 @@ def test_a_given_conversation_is_a_track_that_trains_the_models_turns():
     assert [row.tolist() for row in track.conditions["prompt"].unpack("tokens")] == [[1, 2], [5]]
     assert track.decoded.texts == ["5 6", "7"]
     assert [row[EPISODE]["turns"] for row in track.metadata] == [2, 1]
+
+
+class SeeingCodec(TaughtCodec):
+    """An image is a 5 ahead of its message; its only patch is how bright it is."""
+
+    def conversation(self, messages):
+        placed, tokens = [], []
+        for each in messages:
+            placed += range(len(tokens), len(tokens) + len(each.images))
+            tokens += [*[5] * len(each.images), *map(int, each.content.split())]
+        patches = torch.tensor([[image.pixels[0] / 255] for each in messages for image in each.images]).reshape(-1, 1)
+        shown = ImagePatchCondition.pack(patches=[patches], grids=[((1, 1, 1),) * len(placed)], places=[tuple(placed)])
+        start = len(messages[0].images) + len(messages[0].content.split())
+        is_written = [True] * (len(tokens) - start)
+        return Conversation(tokens[:start], tokens[start:], is_written, shown if placed else None)
+
+
+def lit(*levels):
+    return [torch.full((3, 2, 2), float(level)) for level in levels]
+
+
+def test_each_message_gets_its_images_and_their_places_are_conditions():
+    messages = [
+        {**said("1")[0], "images": 1},
+        *said("", "2")[1:],
+        {"role": "tool", "content": "", "images": 2},
+        said("", "3")[1],
+    ]
+    req = request(["1", "4", "6"]).replace(
+        metadata=[{"messages": messages}, {"completion": "7"}, {"messages": said("6", "7")}]
+    )
+    images = ImageLists(images=[lit(0, 1, 0), lit(1), []])
+    codec: Any = SeeingCodec()
+    req = req.replace(primitives={**req.primitives, "image": images})
+    track: Any = OfflineTextEngine(codec, forward_batch_size=8).generate(req).root_track()
+    shown = track.conditions["images"]
+    assert shown.places == [(0, 3, 4), (0,), ()] and shown.grids[2] == ()
+    assert [row.flatten().tolist() for row in shown.unpack("patches")] == [[0, 1, 0], [1], []]
+    assert [row.tolist() for row in track.conditions["prompt"].unpack("tokens")] == [[5, 1], [5, 4], [6]]
+    said_of = [turn.get("images", 0) for turn in track.metadata[0][EPISODE]["transcript"]]
+    assert said_of == [1, 0, 2, 0] and [len(own) for own in track.primitives["image"].images] == [3, 1, 0]
+
+
+def test_images_that_no_message_shows_and_sounds_are_refused():
+    req = request(["1"]).replace(metadata=[{"messages": [{**said("1")[0], "images": 1}, said("", "2")[1]]}])
+    with pytest.raises(ContractError, match="show 1 images, its row brings 0"):
+        engine().generate(req)
+    sounds = Audios.pack(waveform=[torch.zeros(1)])
+    req = req.replace(metadata=[{"completion": "7"}], primitives={**req.primitives, "audio": sounds})
+    with pytest.raises(ConfigError, match="conversations with audio; conversations show images alone"):
+        engine().generate(req)
 
 
 def test_prompts_without_an_answer_are_sampled():

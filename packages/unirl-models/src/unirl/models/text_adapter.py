@@ -16,10 +16,10 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.token_scores import ScoringHead
-from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
+from unirl.types.conditions import Bridge, Condition, Conversation, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
-from unirl.types.messages import ASSISTANT, Conversation, Message, ShownImage
+from unirl.types.messages import ASSISTANT, Message, ShownImage
 from unirl.types.protocols.models import Conditions, ModelBundle
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
@@ -261,8 +261,15 @@ class TextAdapter:
         return Bridge(tokens, ImagePatchCondition.in_turns([images]) if images else None)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
-        """Tokens of a whole conversation, as a rollout of it would have them. Raises as `bridge`."""
+        """Tokens and images of a whole conversation, as a rollout of it would have them. Raises as `bridge`."""
+        if any(each.images for each in messages) and not self.bundle.reads_images_in_turns:
+            raise ConfigError(
+                f"{type(self).__name__} reads no images in conversations of the data. Take a model that does "
+                "(Qwen2.5-VL, Qwen3-VL), or conversations of texts."
+            )
         first = next(place for place, each in enumerate(messages) if each.role == ASSISTANT)
+        opening = self._opening(messages[:first])
+        images = [] if opening.images is None else [(0, opening.images)]
         tokens: list[int] = []
         is_written: list[bool] = []
         between: list[Message] = []
@@ -270,18 +277,21 @@ class TextAdapter:
             if each.role != ASSISTANT:
                 between.append(each)
                 continue
-            bridge = self.bridge(between).tokens if tokens else []
+            bridge = self.bridge(between) if tokens else Bridge([])
+            if bridge.images is not None:
+                images.append((len(opening.tokens) + len(tokens), bridge.images))
             own = self.bundle.tokenizer(each.content, add_special_tokens=False)["input_ids"]
-            tokens += [*bridge, *own, self._turn_end()]
-            is_written += [False] * len(bridge) + [True] * (len(own) + 1)
+            tokens += [*bridge.tokens, *own, self._turn_end()]
+            is_written += [False] * len(bridge.tokens) + [True] * (len(own) + 1)
             between = []
-        return Conversation(self._opening(messages[:first]), tokens, is_written)
+        shown = ImagePatchCondition.in_turns([images]) if images else None
+        return Conversation(opening.tokens, tokens, is_written, shown)
 
-    def _opening(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of the messages before the model's first turn."""
+    def _opening(self, messages: Sequence[Message]) -> Bridge:
+        """The messages before the model's first turn."""
         if not self.uses_template:
-            return self.prompt_tokens("".join(each.content for each in messages))
-        return self._asked([{"role": each.role, "content": each.content} for each in messages])
+            return Bridge(self.prompt_tokens("".join(each.content for each in messages)))
+        return Bridge(self._asked([{"role": each.role, "content": each.content} for each in messages]))
 
     def _turn_end(self) -> int:
         """The token that ends a turn of the model."""

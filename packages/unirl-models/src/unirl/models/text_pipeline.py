@@ -21,10 +21,10 @@ from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, p
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.token_sampling import draw, placed, uniforms
-from unirl.types.conditions import Bridge, Condition, PromptCondition
+from unirl.types.conditions import Bridge, Condition, Conversation, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Primitive, Texts
-from unirl.types.messages import Conversation, Message
+from unirl.types.messages import Message
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment

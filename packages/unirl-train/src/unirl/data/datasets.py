@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from unirl.data.comma_separated import read_csv
 from unirl.data.conversations import with_prompt
 from unirl.data.media import SLOTS, MediaRef, frames_of, picture_problem, sound_problem
 from unirl.types.errors import DataError, as_sentence
+from unirl.types.messages import brings_conversation
 from unirl.types.preference import IMAGES, SCORES
 
 TEXT_KEYS = ("prompt", "caption")
@@ -118,6 +120,9 @@ def parse_row(value: Row, index: int, path: Path, where: str) -> PromptRow:
             f"{where}: {embeddings} hold embeddings, which are computed by the model and cached. Remove these keys."
         )
     media, metadata = _media(value, path, where), _metadata(value, present[0], where)
+    if brings_conversation(metadata):
+        for ref in media:
+            _check_inside(ref, where)
     if CHOICES in metadata:
         prompt, metadata[ANSWER] = _multiple_choice(prompt, metadata, where)
     return PromptRow(prompt, _prompt_id(value, index, path, where), metadata, media)
@@ -198,6 +203,15 @@ def _check_readable(ref: MediaRef, where: str) -> None:
     kind, problem = ("sound", sound_problem(ref)) if ref.modality == AUDIO else ("image", picture_problem(ref))
     if problem is not None:
         raise DataError(f"{where}: the {kind} {ref.uri} {problem}. Mend its path or remove the row.")
+
+
+def _check_inside(ref: MediaRef, where: str) -> None:
+    """Raise DataError for a file outside the folder of the data, which a copy of the folder would lack."""
+    if ref.data is None and not Path(os.path.normpath(ref.place()[0])).is_relative_to(os.path.normpath(ref.folder)):
+        raise DataError(
+            f"{where}: the image {ref.uri} lies outside the folder of the data, {ref.folder}. Copy it into the folder, "
+            "so that both stay together."
+        )
 
 
 def _media_ref(item: Row, folder: str, where: str) -> MediaRef:

@@ -15,12 +15,14 @@ from unirl.data.pairs import read_pairs
 from unirl.data.targets import read_targets
 from unirl.types.episodes import MOVES
 from unirl.types.errors import DataError
-from unirl.types.messages import demonstration
+from unirl.types.messages import brings_conversation
 from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 
 ANSWER_KEY = "answer_key"
 """Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
 
+SHOWN = ("image", "condition")
+"""Modality and role of what conversations show."""
 MEANING = "meaning"
 """Keyword of scorers whose grammar reads a field of the metadata in place of the prompt: its name; None: the prompt."""
 
@@ -55,6 +57,7 @@ def _wrong_rows(own: Part, run: Run, place: Path) -> Messages:
         return
     rows = [row for _, row in numbered]
     yield from rows_without_conversations(f"{own.at}.path", str(path), rows, run)
+    yield from conversations_are_seen(f"{own.at}.path", str(path), rows, run)
     yield from rows_without_moves(f"{own.at}.path", str(path), rows, run)
     yield from prompts_outside_a_grammar(f"{own.at}.path", str(path), numbered, run)
     yield from rows_without_answers(f"{own.at}.path", str(path), rows, run)
@@ -80,12 +83,33 @@ def rows_without_conversations(name: str, path: str, rows: Sequence[PromptRow], 
     """Every row brings what an engine that samples nothing returns."""
     if not run.engine.ability("needs_texts"):
         return
-    without = [row.prompt_id for row in rows if demonstration(row.prompt, row.metadata) is None]
+    without = [row.prompt_id for row in rows if not brings_conversation(row.metadata)]
     if without:
         yield (
             f"{name} = {path}: {len(without)} rows ({', '.join(without[:4])}) bring no conversation, which "
             f"{run.engine.name} trains on. Give each `messages` ({{role, content}}, the last one of the assistant), or "
             "`prompt` and `completion`; or choose an engine that samples."
+        )
+
+
+def conversations_are_seen(name: str, path: str, rows: Sequence[PromptRow], run: Run) -> Messages:
+    """What conversations show are images, and the model reads them there."""
+    if not run.engine.ability("needs_texts"):
+        return
+    given = [row for row in rows if brings_conversation(row.metadata)]
+    others = [row.prompt_id for row in given if any((ref.modality, ref.role) != SHOWN for ref in row.media)]
+    if others:
+        yield (
+            f"{name} = {path}: {len(others)} conversations ({', '.join(others[:4])}) bring media other than images. "
+            "Take them out."
+        )
+    bundle = run.policy.bundle
+    shown = [row.prompt_id for row in given if row.media]
+    if shown and bundle.ability("reads_media") and not bundle.ability("reads_images_in_turns"):
+        yield (
+            f"{name} = {path}: {len(shown)} conversations ({', '.join(shown[:4])}) show images, and {bundle.at} "
+            f"{bundle.name} reads none there (reads_images_in_turns). Take a model that does (Qwen2.5-VL, Qwen3-VL), "
+            "or take the images out."
         )
 
 

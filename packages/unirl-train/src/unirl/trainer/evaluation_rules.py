@@ -9,7 +9,7 @@ from unirl.data.datasets import check_dataset_folder, read_numbered_rows
 from unirl.data.rules import media_reaches_the_model, prompts_outside_a_grammar, rows_without_answers, unreadable
 from unirl.types.episodes import MOVES
 from unirl.types.errors import DataError
-from unirl.types.messages import demonstration
+from unirl.types.messages import brings_conversation
 from unirl.types.preference import IMAGES
 from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 
@@ -78,7 +78,7 @@ def _wrong_rows(path: str, run: Run) -> Messages:
     yield from prompts_outside_a_grammar("eval.prompts", path, numbered, run)
     if run.engine.ability("needs_images") and any(IMAGES in row.metadata for row in rows):
         yield f"eval.prompts = {path} brings images, which would be judged in the policy's place. Take them out."
-    if run.engine.ability("needs_texts") and any(demonstration(row.prompt, row.metadata) for row in rows):
+    if run.engine.ability("needs_texts") and any(brings_conversation(row.metadata) for row in rows):
         yield f"eval.prompts = {path} brings conversations, which would be judged in the policy's place. Take them out."
     if run.engine.ability("needs_moves") and any(row.metadata.get(MOVES) for row in rows):
         yield f"eval.prompts = {path} brings moves, which would be judged in the policy's place. Take them out."

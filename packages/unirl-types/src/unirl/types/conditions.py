@@ -181,6 +181,20 @@ class Bridge:
     there are none."""
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as tokens."""
+
+    prompt: list[int]
+    """All that stands before the model's first turn."""
+    tokens: list[int]
+    """The model's turns, each with the token that ends it, and what stands between them."""
+    is_written: list[bool]
+    """True on the model's turns."""
+    images: ImagePatchCondition | None = None
+    """All that is shown, as one sample, with places counted from the begin of the prompt; None where nothing is."""
+
+
 @dataclass(kw_only=True, eq=False)
 class SoundFrameCondition(Condition):
     """The sounds of prompts as a model's audio encoder takes them: one per sample, or none.

@@ -5,7 +5,8 @@ Without torch, since processes of environments import it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ COMPLETION = "completion"
 """Key of a row's metadata with the answer to its prompt."""
 ASSISTANT = "assistant"
 """Role of the model."""
+USER = "user"
+"""Role of who asks."""
+SHOWN = "images"
+"""Key of a message of a row with the number of its images; absent where it shows none."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +46,39 @@ class Message:
     """As the chat template calls who speaks: "user", "assistant", "tool", "system"."""
     content: str
     images: tuple[ShownImage, ...] = ()
-    """They stand before the content."""
+    """They stand before the content; of a message before the model's first turn where the content says "<image>", if it
+    does."""
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A conversation as tokens."""
-
-    prompt: list[int]
-    """All that stands before the model's first turn."""
-    tokens: list[int]
-    """The model's turns, each with the token that ends it, and what stands between them."""
-    is_written: list[bool]
-    """True on the model's turns."""
+def brings_conversation(metadata: Mapping[str, Any] | None) -> bool:  # Any: JSON of a data file
+    """True if a row brings a conversation."""
+    return metadata is not None and (MESSAGES in metadata or COMPLETION in metadata)
 
 
-def demonstration(prompt: str, metadata: Mapping[str, Any] | None) -> list[Message] | None:  # Any: JSON of a data file
-    """The conversation that a row brings, its prompt included; None if it brings none."""
+def demonstration(
+    prompt: str,
+    metadata: Mapping[str, Any] | None,  # Any: JSON of a data file
+    images: Sequence[ShownImage] = (),
+) -> list[Message] | None:
+    """The conversation that a row brings, its prompt included; None if it brings none.
+
+    images: of the row, in the order in which its messages show them. Where no message counts any, the first one of the
+    user shows all. Raises ContractError if the messages show another number of images.
+    """
     row = metadata or {}
     if MESSAGES in row:
-        return [Message(str(each["role"]), str(each["content"])) for each in row[MESSAGES]]
-    if COMPLETION in row:
-        return [Message("user", prompt), Message(ASSISTANT, str(row[COMPLETION]))]
-    return None
+        said = [{**each, "role": str(each["role"]), "content": str(each["content"])} for each in row[MESSAGES]]
+    elif COMPLETION in row:
+        said = [{"role": USER, "content": prompt}, {"role": ASSISTANT, "content": str(row[COMPLETION])}]
+    else:
+        return None
+    counts = [count if isinstance(count := each.get(SHOWN), int) else 0 for each in said]
+    if images and not any(counts) and USER in (roles := [each["role"] for each in said]):
+        counts[roles.index(USER)] = len(images)
+    if sum(counts) != len(images):
+        raise ContractError(f"the messages of a conversation show {sum(counts)} images, its row brings {len(images)}")
+    rest = iter(images)
+    return [
+        Message(each["role"], each["content"], tuple(itertools.islice(rest, count)))
+        for each, count in zip(said, counts, strict=True)
+    ]

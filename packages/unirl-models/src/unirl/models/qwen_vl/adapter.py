@@ -18,7 +18,7 @@ from unirl.models.text_adapter import TextAdapter, require_one_per_text
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import ImageLists, Images, Primitive, shown_pixels
-from unirl.types.messages import ShownImage
+from unirl.types.messages import Message, ShownImage
 from unirl.types.protocols.models import Conditions
 
 PLACEHOLDERS = {
@@ -97,11 +97,30 @@ class QwenVLAdapter(TextAdapter):
     def num_image_tokens(self, prompt: Sequence[int]) -> int:
         return prompt.count(self.bundle.image_token_id)
 
+    def _opening(self, messages: Sequence[Message]) -> Bridge:
+        shown = [shown_pixels(image) for each in messages for image in each.images]
+        if not shown:
+            return super()._opening(messages)
+        contents = [self._content(each.content, {"image": len(each.images)}) for each in messages]
+        if self.uses_template:
+            pairs = zip(messages, contents, strict=True)
+            tokens = self._asked([{"role": each.role, "content": content} for each, content in pairs])
+        else:
+            tokens = self.prompt_tokens("".join(map(str, contents)))
+        condition = self.images_of([shown])
+        tokens = self.with_images(tokens, condition.grids[0])
+        return Bridge(tokens, condition.replace(places=[_begins(tokens, self.bundle.image_token_id)]))
+
     def prompt_with(self, text: str, shown: Mapping[str, int]) -> list[int]:
         """Tokens of one prompt, with one placeholder for each of what it shows; shown: number by kind."""
+        content = self._content(text, shown)
+        return self.prompt_tokens(content) if isinstance(content, str) else self.templated(content)
+
+    def _content(self, text: str, shown: Mapping[str, int]) -> str | list[dict[str, str]]:
+        """A message as the chat template takes it, and without a template its text with placeholders."""
         marks = {f"<{kind}>": kind for kind, count in shown.items() if count}
         if not marks:
-            return self.prompt_tokens(text)
+            return text
         parts = re.split("(" + "|".join(marks) + ")", text)
         before: list[str] = []
         for mark, kind in marks.items():
@@ -114,10 +133,8 @@ class QwenVLAdapter(TextAdapter):
             before += [] if found else [mark] * shown[kind]
         ordered = [part for part in (*before, *parts) if part]
         if not self.uses_template:
-            return self.prompt_tokens("".join(PLACEHOLDERS[marks[part]] if part in marks else part for part in ordered))
-        return self.templated(
-            [{"type": marks[part]} if part in marks else {"type": "text", "text": part} for part in ordered]
-        )
+            return "".join(PLACEHOLDERS[marks[part]] if part in marks else part for part in ordered)
+        return [{"type": marks[part]} if part in marks else {"type": "text", "text": part} for part in ordered]
 
     def with_images(self, tokens: list[int], grids: tuple[Grid, ...]) -> list[int]:
         """A prompt with as many placeholders as its images take."""

@@ -25,7 +25,7 @@ from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, Promp
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, DataError, RefusedError
 from unirl.types.media import ImageLists, Texts, shown_pixels
-from unirl.types.messages import Message, ShownImage, demonstration
+from unirl.types.messages import Message, ShownImage, brings_conversation
 from unirl.types.noise import noise_key
 from unirl.types.protocols.engines import ChunkListener, TextRolloutEngine
 from unirl.types.protocols.models import ConversationCodec
@@ -159,7 +159,7 @@ class TurnsEngine(BaseRolloutEngine):
     def _is_given(self, req: RolloutReq) -> bool:
         """True if the engine returns conversations that the rows bring, which no environment has to answer."""
         is_offline = isinstance(self._engine, BaseRolloutEngine) and self._engine.needs_texts
-        return is_offline and any(demonstration("", row) for row in req.rows)
+        return is_offline and any(map(brings_conversation, req.rows))
 
     def _begun(
         self, req: RolloutReq, params: ARSamplingParams, names: Sequence[str]

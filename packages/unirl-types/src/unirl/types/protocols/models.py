@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
-from unirl.types.conditions import Bridge, Condition
+from unirl.types.conditions import Bridge, Condition, Conversation
 from unirl.types.media import Images, Primitive, Texts, Videos
-from unirl.types.messages import Conversation, Message
+from unirl.types.messages import Message
 from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
 from unirl.types.weights import PublishedParts
@@ -221,7 +221,8 @@ class DemonstrationCodec(TextCodec, Protocol):
     """A codec of conversations that are trained on as they are."""
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
-        """Tokens of a whole conversation, as a rollout of it would have them."""
+        """Tokens and images of a whole conversation, as a rollout of it would have them. Raises ConfigError for images
+        if the model reads none there, DataError for an image that cannot be read."""
         ...
 
 

@@ -12,12 +12,13 @@ import torch
 
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.rollout.text_checks import text_params
+from unirl.rollout.turns.prompt_images import images_of_prompts, message_image
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.conditions import PromptCondition
+from unirl.types.conditions import Condition, Conversation, ImagePatchCondition, PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
-from unirl.types.messages import ASSISTANT, Conversation, Message, demonstration
+from unirl.types.messages import ASSISTANT, Message, ShownImage, demonstration
 from unirl.types.protocols.models import AutoregressivePipeline, DemonstrationCodec
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -58,7 +59,7 @@ class OfflineTextEngine(TrainsideTextEngine):
         self._device = torch.device(device)
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
-        said = [demonstration(text, row) for text, row in zip(req.texts, req.rows, strict=True)]
+        said = _conversations(req)
         found = [messages for messages in said if messages is not None]
         if not found:
             return super()._generate_chunk(req)
@@ -70,11 +71,12 @@ class OfflineTextEngine(TrainsideTextEngine):
                 "the rows of eval.prompts bring conversations, so an evaluation would judge these instead of the "
                 "policy. Give eval.prompts a file of prompts alone."
             )
+        if unread := sorted(set(req.primitives) - {"text", "image"}):
+            raise ConfigError(f"the rows bring conversations with {', '.join(unread)}; conversations show images alone")
         given = [self._conversations.conversation(messages) for messages in found]
         for name, each in zip(req.sample_ids, given, strict=True):
             self._check_length(name, each)
         device = self._device
-        prompts = [torch.tensor(each.prompt, device=device) for each in given]
         segment = TextSegment.pack(
             tokens=[torch.tensor(each.tokens, device=device) for each in given],
             loss_mask=[torch.tensor(each.is_written, device=device) for each in given],
@@ -82,10 +84,19 @@ class OfflineTextEngine(TrainsideTextEngine):
             params=text_params(req),
         )
         answers = Texts(texts=[messages[-1].content for messages in found])
-        conditions = {"prompt": PromptCondition.pack(tokens=prompts)}
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=answers)
+        track = req.make_root_track(conditions=self._conditions(given), segment=segment, decoded=answers)
         track.metadata = [{**row, EPISODE: _summary(messages)} for row, messages in zip(req.rows, found, strict=True)]
         return RolloutResp(tracks={self._track: track})
+
+    def _conditions(self, given: Sequence[Conversation]) -> dict[str, Condition]:
+        prompts = [torch.tensor(each.prompt, device=self._device) for each in given]
+        conditions: dict[str, Condition] = {"prompt": PromptCondition.pack(tokens=prompts)}
+        some = next((each.images for each in given if each.images is not None), None)
+        if some is not None:
+            nothing = ImagePatchCondition.pack(patches=[some.patches[:0]], grids=[()], places=[()])
+            shown = [nothing if each.images is None else each.images for each in given]
+            conditions["images"] = ImagePatchCondition.in_turns([[(0, each)] for each in shown])
+        return conditions
 
     def _check_length(self, name: str, given: Conversation) -> None:
         length, limit = len(given.prompt) + len(given.tokens), self._conversations.context_length
@@ -95,11 +106,23 @@ class OfflineTextEngine(TrainsideTextEngine):
             )
 
 
+def _conversations(req: RolloutReq) -> list[list[Message] | None]:
+    """What the rows bring, with the images that they show."""
+    shown, known = images_of_prompts(req), dict[int, ShownImage]()
+    return [
+        demonstration(text, row, [message_image(image, known) for image in (shown.images[place] if shown else ())])
+        for place, (text, row) in enumerate(zip(req.texts, req.rows, strict=True))
+    ]
+
+
 def _summary(messages: Sequence[Message]) -> dict[str, Any]:  # Any: JSON
     """A given conversation as an episode (`unirl.types.episodes`), of which no environment knows."""
     return {
         "reward": 0.0,
         "turns": sum(each.role == ASSISTANT for each in messages),
         "end": "given",
-        "transcript": [{"role": each.role, "content": each.content} for each in messages],
+        "transcript": [
+            {"role": each.role, "content": each.content, **({"images": len(each.images)} if each.images else {})}
+            for each in messages
+        ],
     }
