@@ -68,6 +68,30 @@ def recipes():
             {"data._target_": "unirl.data.data_source.MultimodalRLDataSource"},
             "the engine takes the images of the data, but MultimodalRLDataSource brings none",
         ),
+        (
+            TARGETS,
+            {"engine.prompt_dropout": 0.1},
+            "engine.prompt_dropout = 0.1 replaces prompts by sampling.negative_prompt, which is null. Set it",
+        ),
+        (
+            TARGETS,
+            {"engine.prompt_dropout": 0.1, "sampling.negative_prompt": "", "sampling.distilled_guidance_scale": 3.5},
+            "takes its guidance as an input (sampling.distilled_guidance_scale = 3.5). Set it to 0",
+        ),
+        (
+            TARGETS,
+            {
+                "engine.prompt_dropout": 0.1,
+                "sampling.negative_prompt": "",
+                "bundle": {
+                    "_target_": "unirl.models.z_image.bundle.ZImageBundle",
+                    "pretrained_model": "Tongyi-MAI/Z-Image-Turbo",
+                    "is_distilled": True,
+                },
+            },
+            "engine.prompt_dropout = 0.1: Tongyi-MAI/Z-Image-Turbo is distilled to sample without guidance",
+        ),
+        (TARGETS, {"engine.prompt_dropout": 1.0}, "engine.prompt_dropout = 1.0 must be in [0, 1)"),
         (AWM, {"backend.ema": None}, "algorithm.ema_kl_coef = 2.0 needs a moving average of the weights"),
         (
             RAFT,
@@ -94,6 +118,11 @@ def test_what_gives_a_reference_is_enough(recipes):
     check_recipe(changed(recipes[ONLINE], {"backend.keep_reference": False, "backend.lora": lora}))
 
     check_recipe(changed(recipes[AWM], {"algorithm.ema_kl_coef": 0.0, "backend.ema": None}))
+
+
+def test_prompts_are_dropped_with_any_negative_prompt(recipes):
+    for negative in ("", "blurry"):
+        check_recipe(changed(recipes[TARGETS], {"engine.prompt_dropout": 0.1, "sampling.negative_prompt": negative}))
 
 
 def test_pairs_are_read_by_the_check(recipes, tmp_path):

@@ -10,6 +10,7 @@ from rollout_fakes import PARAMS, SHAPE, LinearPipeline, engine, request
 
 from unirl.rollout.engine.offline.engine import OfflineRolloutEngine
 from unirl.rollout.engine.offline.pictures import read_pictures, read_videos
+from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError, DataError
 
 GIVEN = replace(PARAMS, eta=0.0, sde_indices=[], height=3, width=3)
@@ -169,3 +170,78 @@ def test_a_file_that_is_no_video_is_named(tmp_path):
     (tmp_path / "a.mp4").write_text("no video")
     with pytest.raises(DataError, match=r"a\.mp4 cannot be read as a video"):
         read_videos([str(tmp_path / "a.mp4")], 1, 8, 8)
+
+
+class GuidedPipeline(EncodingPipeline):
+    """A negative prompt is -1, whatever it says; the slot "pose" is the same with and without the prompt."""
+
+    def encode(self, primitives, params):
+        conditions = super().encode(primitives, params)
+        conditions["pose"] = TextEmbedCondition(embeds=torch.ones_like(conditions["text"].embeds))
+        if params.uses_guidance:
+            assert params.negative_prompt == "bad"
+            conditions["negative_text"] = TextEmbedCondition(embeds=-torch.ones_like(conditions["text"].embeds))
+        return conditions
+
+
+NEGATIVE_PROMPT = replace(GIVEN, negative_prompt="bad")
+
+
+def many(sheet, num=400, rollout_id=3, params=NEGATIVE_PROMPT):
+    return request(num, params).replace(
+        sample_ids=[f"g{row}:sample:0" for row in range(num)],
+        group_ids=[f"g{row}" for row in range(num)],
+        metadata=[{"images": [f"{sheet}#0"]}] * num,
+        rollout_id=rollout_id,
+    )
+
+
+def texts_of(req, dropout=0.0, **options):
+    """What each sample is conditioned on, one number each."""
+    given = {"forward_batch_size": 50, **options}
+    dropping = offline(pipeline=GuidedPipeline(), prompt_dropout=dropout, **given)
+    conditions = dropping.generate(req).root_track().conditions
+    assert set(conditions) == {"text", "pose"} and bool((conditions["pose"].embeds == 1).all())
+    return conditions["text"].embeds.flatten()
+
+
+def test_a_share_of_the_prompts_is_replaced_by_the_negative_one(sheet):
+    req = many(sheet)
+    kept, dropped = texts_of(req), texts_of(req, 0.3)
+    is_dropped = dropped == -1
+    assert is_dropped.float().mean().item() == pytest.approx(0.3, abs=0.07)  # three standard errors
+    assert torch.equal(dropped[~is_dropped], kept[~is_dropped]) and bool((kept > 0).all())
+
+
+def test_which_prompts_are_dropped_depends_on_the_sample_alone(sheet):
+    req = many(sheet, 60)
+    whole = texts_of(req, 0.5)
+    rows = [51, 3, 17]
+    assert torch.equal(texts_of(req.select(rows), 0.5, forward_batch_size=2), whole[rows])
+    assert not torch.equal(texts_of(many(sheet, 60, rollout_id=4), 0.5), whole), "another rollout draws anew"
+    reseeded = many(sheet, 60, params=replace(NEGATIVE_PROMPT, seed=4))
+    assert not torch.equal(texts_of(reseeded, 0.5), whole)
+    pairs_of = req.replace(group_ids=[f"g{row // 2}" for row in range(60)])
+    both = texts_of(pairs_of, 0.5).view(30, 2) == -1
+    assert torch.equal(both[:, 0], both[:, 1]), "the images of a prompt are dropped together"
+
+
+def test_prompts_are_dropped_only_where_guidance_compares_with_a_negative_one(sheet):
+    with pytest.raises(ConfigError, match="engine.prompt_dropout = 0.5 replaces prompts by sampling.negative_prompt"):
+        texts_of(many(sheet, 8, params=GIVEN), 0.5)
+    distilled = replace(NEGATIVE_PROMPT, distilled_guidance_scale=3.5)
+    with pytest.raises(ConfigError, match=r"takes its guidance as an input \(sampling.distilled_guidance_scale = 3.5"):
+        texts_of(many(sheet, 8, params=distilled), 0.5)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ConfigError, match=r"prompt_dropout = .* must .*\[0, 1\)"):
+            offline(prompt_dropout=share)
+
+
+def test_encoders_read_the_negative_prompt_before_they_are_dropped(sheet):
+    pipeline = GuidedPipeline()
+    seen = []
+    pipeline.encode_texts = lambda primitives, params: seen.append((params.uses_guidance, params.negative_prompt))
+    for dropout in (0.0, 0.5):
+        engine_of = offline(pipeline=pipeline, prompt_dropout=dropout)
+        engine_of.encode_ahead({}, NEGATIVE_PROMPT)
+    assert seen == [(False, "bad"), (True, "bad")]

@@ -62,6 +62,11 @@ def no_guidance(own: Part, run: Run, instead: str) -> Messages:
         if problem is not None:
             yield f"{at}: {problem}"
             return
+    if dropped := run.engine.get("prompt_dropout", 0.0):
+        yield (
+            f"{run.engine.at}.prompt_dropout = {dropped}: {_name(own)} is distilled to sample without guidance, so "
+            f"nothing compares with dropped prompts. Set it to 0, or use {instead}."
+        )
 
 
 def folder_value(own: Part, file: str, key: str) -> Any:  # Any: a JSON value

@@ -16,6 +16,9 @@ from torch import Tensor
 from unirl.types.batch import Batch, packed, per_sample, shared
 from unirl.types.errors import ContractError
 
+NEGATIVE = "negative_"
+"""Prefix of a slot that replaces the slot without it in the unconditional rows of guidance."""
+
 
 def _pad_tokens(tensor: Tensor | None, length: int) -> Tensor | None:
     if tensor is None or tensor.shape[1] == length:

@@ -95,7 +95,8 @@ def negative_prompt_is_read(own: Part, run: Run) -> Messages:
     negative, scales = own.get("negative_prompt"), [own.get("guidance_scale", 1.0)]
     if run.evaluation is not None:
         scales.append(run.evaluation.node.get("guidance_scale"))
-    if negative and not any(scale is not None and scale > 1 for scale in scales):
+    is_trained = run.engine.get("prompt_dropout", 0.0) > 0
+    if negative and not is_trained and not any(scale is not None and scale > 1 for scale in scales):
         yield (
             f"sampling.negative_prompt = {negative!r} is read by guidance alone, and guidance_scale = {scales[0]} has "
             "none. Set sampling.guidance_scale above 1, or sampling.negative_prompt: null."

@@ -28,16 +28,13 @@ from unirl.models.guidance import INTERVAL_KEY, Guidance, classifier_free, extra
 from unirl.sde.loop import Velocity
 from unirl.sde.schedule import Convention, Schedule, SigmaSchedule
 from unirl.sde.timesteps import Spacing
-from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
+from unirl.types.conditions import NEGATIVE, Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Modality, Primitive, Videos
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 BundleT = TypeVar("BundleT", bound=DiffusersBundle)
-
-NEGATIVE = "negative_"
-"""Prefix of a slot that replaces the slot without it in the unconditional rows."""
 
 
 class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):

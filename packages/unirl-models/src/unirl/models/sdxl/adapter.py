@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.diffusers_pipeline.adapter import NEGATIVE
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.variance_preserving import VariancePreservingAdapter
 from unirl.models.sdxl.bundle import SDXLBundle
-from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.conditions import NEGATIVE, Condition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive
 from unirl.types.protocols.models import Conditions

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.diffusers_pipeline.adapter import NEGATIVE
 from unirl.models.diffusers_pipeline.references import clips_of, grey_scale, letterboxed, pictures_of, resized_clip
 from unirl.models.embedding_cache import Embedding
 from unirl.models.wan.bundle import WanAnimateBundle
 from unirl.models.wan.image_adapter import GREY, WanImageAdapter
-from unirl.types.conditions import Condition, ImageLatentCondition
+from unirl.types.conditions import NEGATIVE, Condition, ImageLatentCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Primitive, Videos, pixel_bytes
 from unirl.types.protocols.models import Conditions

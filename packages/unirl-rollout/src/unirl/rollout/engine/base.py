@@ -164,7 +164,11 @@ class PipelineEngine(BaseDiffusionEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def encode_ahead(self, primitives: Mapping[str, Primitive], params: DiffusionSamplingParams) -> None:
         """Encode the texts of some prompts, with the images that the text encoders read."""
-        self._pipeline.encode_texts(primitives, params)
+        self._pipeline.encode_texts(primitives, self._encoded_for(params))
+
+    def _encoded_for(self, params: DiffusionSamplingParams) -> DiffusionSamplingParams:
+        """Parameters that have all texts encoded which samples of `params` need."""
+        return params
 
     def _encode_first(self, batches: Sequence[RolloutReq]) -> None:
         """If text encoders are offloaded after encoding, encode all prompts of a rollout before sampling starts.
@@ -175,7 +179,7 @@ class PipelineEngine(BaseDiffusionEngine):
             return
         with self._pipeline.visiting_encoders():
             for batch in batches:
-                self._pipeline.encode_texts(batch.primitives, diffusion_params(batch))
+                self._pipeline.encode_texts(batch.primitives, self._encoded_for(diffusion_params(batch)))
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def drop_text_encoders(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unirl.rollout.engine.guidance_rules import dropped_prompts_have_a_negative_one
 from unirl.types.recipe import Messages, Part, Run
 from unirl.types.sampling_rules import num_leaves
 
@@ -152,6 +153,7 @@ def own_steps_are_taken(own: Part, run: Run) -> Messages:
 
 RULES = (
     images_are_given,
+    dropped_prompts_have_a_negative_one,
     engine_gets_its_weights,
     engine_takes_the_push,
     push_can_be_proved,
