@@ -219,7 +219,7 @@ class TimedEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_the_model_writes_for_one_part_while_the_environment_answers_another(stages):
+def test_the_model_writes_for_one_part_while_the_environment_answers_another(stages, monkeypatch):
     script: Script = {(7, row): [3, STOP] for row in range(4)}
     script |= {(*key, 3, STOP, SAYS, 3): [0, STOP] for key in script}
     spans: dict[str, list[tuple[float, float]]] = {"engine": [], "environment": []}
@@ -235,7 +235,7 @@ def test_the_model_writes_for_one_part_while_the_environment_answers_another(sta
         TimedEngine(codec, script, noted), codec, environment=Echo(), max_turns=4, pipeline_stages=stages
     )
     for workers in engine._workers:
-        workers.step = slowly(workers.step, noted)
+        monkeypatch.setattr(workers, "step", slowly(workers.step, noted))
     engine.generate(request([f"7 {row}" for row in range(4)], PARAMS))
     engine.shutdown()
     together = [a for a in spans["engine"] for b in spans["environment"] if a[0] < b[1] and b[0] < a[1]]

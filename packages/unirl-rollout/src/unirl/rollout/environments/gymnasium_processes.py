@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from unirl.rollout.environments.base import Environment, Step, Task
+from unirl.rollout.environments.begun import Lost
 from unirl.rollout.environments.gymnasium import GymnasiumEnvironment
+from unirl.rollout.environments.playing import ProcessLimits
 from unirl.rollout.environments.vector import EnvironmentFault, Floats, Played, Seen, Spaces, VectorEnvironment
-from unirl.rollout.environments.workers import EnvironmentWorkers, Lost
 from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.errors import ConfigError, ContractError
+from unirl.types.protocols.hosting import HostingPool
 
 _FREE: dict[str, list[GymnasiumEnvironment]] = {}
 """Environments of this process whose episode is over, by what they were made with: some take long to make."""
@@ -86,7 +89,8 @@ class GymnasiumProcesses(VectorEnvironment):
     for those that fail.
 
     id, options, max_moves, shows: see `GymnasiumEnvironment`.
-    num_processes: processes that share the episodes. step_timeout_s: longest time of a chunk of moves of one episode.
+    num_processes: processes that share the episodes, next to the engine. pool: the pool of kind env whose processes
+        play instead. step_timeout_s: longest time of a chunk of moves of one episode.
     memory_gb: limit of each process; None: none.
     deterministic: the same seed and moves always give the same observations. Episodes of a process that died or hung
         are then played again to where they were; else they are lost.
@@ -99,26 +103,35 @@ class GymnasiumProcesses(VectorEnvironment):
         self,
         id: str,
         *,
-        num_processes: PositiveInt,
+        num_processes: PositiveInt | None = None,
         options: Mapping[str, Any] | None = None,  # Any: keywords of any environment
         max_moves: PositiveInt | None = None,
         shows: bool = False,
         step_timeout_s: Positive = 60.0,
         memory_gb: Positive | None = None,
         deterministic: bool = True,
+        pool: str | None = None,
     ) -> None:
+        if (num_processes is None) == (pool is None):
+            raise ConfigError(
+                f"engine.environment: num_processes = {num_processes} and pool = {pool}; set one of them, processes "
+                "next to the engine or a pool of kind env."
+            )
         keywords = {"id": id, "options": dict(options or {}), "max_moves": max_moves, "shows": shows}
         looked_at = GymnasiumEnvironment(**keywords)
         self._spaces, self._shows = looked_at.spaces, shows
         looked_at.close()
-        self._workers = EnvironmentWorkers(
-            GymnasiumEpisode(keywords, deterministic=deterministic),
-            num_workers=num_processes,
-            step_timeout_s=step_timeout_s,
-            memory_gb=memory_gb,
-        )
+        self._episode = GymnasiumEpisode(keywords, deterministic=deterministic)
+        self._limits = ProcessLimits(step_timeout_s, memory_gb)
+        self._workers = self._limits.next_to_us(self._episode, num_processes or 1)
+        self._waits_for_pool = pool is not None
         self._names: list[str] = []
         self._last: dict[str, Seen] = {}
+
+    def play_in(self, pool: HostingPool) -> None:
+        """Let the processes of a pool play. Called once, before the first episode."""
+        self._workers = self._limits.in_pool(self._episode, pool, "engine.environment")
+        self._waits_for_pool = False
 
     @property
     def spaces(self) -> Spaces:
@@ -137,6 +150,8 @@ class GymnasiumProcesses(VectorEnvironment):
 
     def start(self, seeds: Sequence[int]) -> Seen:
         """Begin an episode for each seed, spread over the processes."""
+        if self._waits_for_pool:
+            raise ContractError("engine.environment.pool is set, and no pool was given: play_in comes before start")
         self._workers.end(self._names)
         self._names = [str(row) for row in range(len(seeds))]
         begun = self._workers.reset({name: ({}, seed) for name, seed in zip(self._names, seeds, strict=True)})

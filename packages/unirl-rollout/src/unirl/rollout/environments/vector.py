@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unirl.types.errors import UniRLError
+from unirl.types.errors import ConfigError, UniRLError
+from unirl.types.protocols.hosting import HostingPool
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
@@ -123,6 +124,11 @@ class VectorEnvironment(ABC):
     state_size: ClassVar[int | None] = None
     is_gymnasium: ClassVar[bool] = False
     """True if it makes what `id` names by gymnasium."""
+
+    def play_in(self, pool: HostingPool) -> None:
+        """Let the processes of a pool of kind env play, which the recipe names in a keyword `pool`. Raises ConfigError
+        if the class plays in no pool."""
+        raise ConfigError(f"{type(self).__name__} plays in no pool ({pool.name}). Take GymnasiumProcesses.")
 
     @property
     @abstractmethod

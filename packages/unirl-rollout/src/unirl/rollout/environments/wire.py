@@ -15,14 +15,24 @@ from typing import Any
 from unirl.types.errors import ConfigError
 
 
+def packed(value: object) -> bytes:
+    """An object on its way, which a member of a pool passes on as it is."""
+    return pickle.dumps(value)
+
+
+def unpacked(value: bytes) -> Any:  # Any: what the other end sent
+    """An object that has arrived."""
+    return pickle.loads(value)  # noqa: S301 - see above
+
+
 def send(connection: Connection, value: object) -> None:
     """Raises OSError if the other end is closed."""
-    connection.send_bytes(pickle.dumps(value))
+    connection.send_bytes(packed(value))
 
 
 def receive(connection: Connection) -> Any:  # Any: what the other end sent
     """The next object. Raises EOFError or OSError if the other end is closed."""
-    return pickle.loads(connection.recv_bytes())  # noqa: S301 - see above
+    return unpacked(connection.recv_bytes())
 
 
 def require_sendable(environment: object) -> None:

@@ -3,112 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
 from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Task
-from unirl.rollout.environments.process import Act, Answer, Answered, Call, Close, Raised, Reset, Restore
-from unirl.rollout.environments.programs import end_programs, marking, new_mark
+from unirl.rollout.environments.begun import MAX_LOSSES, BegunEpisode, Lost
+from unirl.rollout.environments.child import PlayingProcess, Prototype
+from unirl.rollout.environments.process import Act, Answer, Answered, Call, Close, Raised, Reset
 from unirl.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_MAX_LOSSES = 2
-"""Processes that one call may end before its episode is given up."""
-_START_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Why an episode cannot go on."""
-
-    reason: str
-
-
-@dataclass
-class _Episode:
-    """What is needed to begin an episode again elsewhere."""
-
-    task: Task
-    seed: int
-    actions: list[Any] = field(default_factory=list)  # Any: as the environment takes them
-    state: Any = None  # Any: of the class's own
-    digest: bytes = b""
-    """Digest of the last answer; empty before the first."""
-    lost: str | None = None
-    """Why it cannot go on."""
-
-
-class _Process:
-    """One process."""
-
-    def __init__(self, prototype: Environment[Any, Any], memory_bytes: int | None) -> None:  # Any: of whatever acts
-        self._owner, theirs = Pipe()
-        life, self._life = os.pipe()
-        self._mark = new_mark() if prototype.starts_programs else None
-        marked = [] if self._mark is None else marking(self._mark)
-        command = [*marked, prototype.python or sys.executable, "-m", "unirl.rollout.environments.process"]
-        self._child = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(life), self._mark or ""],
-            pass_fds=[theirs.fileno(), life],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the trainer alone
-        )
-        theirs.close()
-        os.close(life)
-        # Another interpreter has its own libraries, which ours would hide.
-        places = [] if prototype.python else [place or str(Path.cwd()) for place in sys.path]
-        wire.send(self._owner, places)
-        wire.send(self._owner, (prototype, memory_bytes))
-        self.pid = self._child.pid
-
-    @property
-    def connection(self) -> Connection:
-        """Becomes readable with each answer, and when the process dies."""
-        return self._owner
-
-    def send(self, calls: Sequence[Call]) -> None:
-        """Raises OSError if the process is dead."""
-        wire.send(self._owner, list(calls))
-
-    def answer(self) -> Answered | Raised:
-        """The next answer. Raises EOFError or OSError if the process is dead."""
-        return wire.receive(self._owner)
-
-    def death(self) -> str:
-        code = self._child.wait()
-        return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-
-    def kill(self) -> None:
-        """Kill it and all that it started. Safe to call twice."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            logger.debug("process %d of environments had ended", self.pid)
-        self._child.wait()
-        if self._mark is not None:
-            end_programs(self._mark)
-        if not self._owner.closed:
-            self._owner.close()
-            os.close(self._life)
 
 
 @dataclass
 class _Worker:
     """A process and the calls that it has not answered."""
 
-    process: _Process
+    process: PlayingProcess
     episodes: set[str] = field(default_factory=set)
     calls: deque[int] = field(default_factory=deque)
     deadline: float = 0.0
@@ -131,13 +47,13 @@ class EnvironmentWorkers:
         memory_gb: float | None = None,
     ) -> None:
         wire.require_sendable(environment)
-        self._prototype, self._name = environment, type(environment).__name__
+        self._environment = environment
         self._step_timeout_s = step_timeout_s
-        self._memory_bytes = None if memory_gb is None else int(memory_gb * 2**30)
+        self._memory_gb = memory_gb
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
         self._home: dict[str, _Worker] = {}
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, BegunEpisode] = {}
         self.num_restarts = 0
         """Processes that replaced others."""
 
@@ -150,7 +66,7 @@ class EnvironmentWorkers:
         """Begin episodes: name -> (task, seed). Returns what each one observes first, or why it cannot begin."""
         self._start()
         for name, (task, seed) in tasks.items():
-            self._episodes[name] = _Episode(task, seed)
+            self._episodes[name] = BegunEpisode(task, seed)
             home = min(self._workers, key=lambda worker: len(worker.episodes))
             home.episodes.add(name)
             self._home[name] = home
@@ -177,53 +93,47 @@ class EnvironmentWorkers:
 
     def _start(self) -> None:
         if not self._workers:
-            self._workers = [_Worker(_Process(self._prototype, self._memory_bytes)) for _ in range(self._num_workers)]
+            self._workers = [_Worker(self._process()) for _ in range(self._num_workers)]
             for worker in self._workers:
                 self._wait_until_ready(worker)
 
+    def _process(self) -> PlayingProcess:
+        return PlayingProcess(Prototype.of(self._environment, self._memory_gb))
+
     def _wait_until_ready(self, worker: _Worker) -> None:
-        """Raises ConfigError if the process cannot load the environment."""
-        process = worker.process
+        """Raises ConfigError if the process cannot load the environment; then all are stopped."""
         try:
-            said = process.answer() if process.connection.poll(_START_TIMEOUT_S) else Raised("it says nothing")
-        except (EOFError, OSError):
-            said = Raised(f"its process {process.death()}")
-        if isinstance(said, Raised):
+            worker.process.require_ready()
+        except ConfigError:
             self.close()
-            raise ConfigError(
-                f"a process for {self._name} did not start within {_START_TIMEOUT_S:.0f} s: {said.reason}"
-            )
+            raise
 
     def _replace(self, worker: _Worker, why: str) -> None:
         """Another process for the worker, with its episodes as they were before the calls that are not answered."""
         logger.warning("environments (pid %d) %s; the process is replaced", worker.process.pid, why)
         worker.process.kill()
-        worker.process = _Process(self._prototype, self._memory_bytes)
+        worker.process = self._process()
         self._wait_until_ready(worker)
         self.num_restarts += 1
 
     def _restored(self, worker: _Worker, name: str) -> Lost | None:
         """Bring an episode to where it was; or why that cannot be."""
         own = self._episodes[name]
-        if not own.digest:
-            return None  # it has not begun
-        if own.state is not None:
-            calls: list[Call] = [Restore(name, own.state)]
-        elif self._prototype.deterministic:
-            calls = [Reset(name, own.task, own.seed), *(Act(name, action) for action in own.actions)]
-        else:
-            return Lost(f"its process ended, and {self._name} is neither deterministic nor resumable")
+        calls = own.restoration(name, self._environment)
+        if isinstance(calls, Lost):
+            return calls
+        if not calls:
+            return None
         worker.process.send(calls)
-        last: Answered | Raised = Answered(None)
+        last = Answered(None)
         for _ in calls:
             if not worker.process.connection.poll(self._step_timeout_s):
                 raise TimeoutError
-            last = worker.process.answer()
-            if isinstance(last, Raised):
-                return Lost(f"it could not be restored: {last.reason}")
-        if own.state is None and wire.digest(last.answer) != own.digest:
-            return Lost(f"{self._name} is declared deterministic, and gives other answers the second time")
-        return None
+            said = worker.process.answer()
+            if isinstance(said, Raised):
+                return Lost(f"it could not be restored: {said.reason}")
+            last = said
+        return own.difference(last, self._environment)
 
     # Calls -------------------------------------------------------------------------------------------------------
 
@@ -271,17 +181,14 @@ class EnvironmentWorkers:
             self._lose(call.episode, said.reason)
             return None
         found[call.episode] = said.answer
-        own = self._episodes[call.episode]
-        if isinstance(call, Act):
-            own.actions.append(call.action)
-        own.state, own.digest = said.state, wire.digest(said.answer)
+        self._episodes[call.episode].keep(call, said)
         return None
 
     def _recover(self, worker: _Worker, calls: Sequence[Call], losses: list[int], why: str) -> None:
         """Replace a worker's process, restore its episodes, and make its calls again."""
         cause = worker.calls[0]
         losses[cause] += 1
-        if losses[cause] >= _MAX_LOSSES:
+        if losses[cause] >= MAX_LOSSES:
             self._lose(calls[cause].episode, f"its process {why}, twice")
         self._on_new_process(worker, why)
         worker.calls = deque(number for number in worker.calls if calls[number].episode in worker.episodes)

@@ -13,8 +13,9 @@ import torch
 
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.environments.base import Step, Task
+from unirl.rollout.environments.begun import Lost
+from unirl.rollout.environments.playing import PlaysEpisodes, ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
-from unirl.rollout.environments.workers import EnvironmentWorkers, Lost
 from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
 from unirl.rollout.turns.episodes import SECONDS, Episode, next_request, track_of
@@ -23,11 +24,12 @@ from unirl.sde.noise import noise_seed
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.episodes import EPISODE
-from unirl.types.errors import ConfigError, DataError, RefusedError
+from unirl.types.errors import ConfigError, ContractError, DataError, RefusedError
 from unirl.types.media import ImageLists, Texts, shown_pixels
 from unirl.types.messages import Message, ShownImage, brings_conversation
 from unirl.types.noise import noise_key
 from unirl.types.protocols.engines import ChunkListener, TextRolloutEngine
+from unirl.types.protocols.hosting import HostingPool
 from unirl.types.protocols.models import ConversationCodec
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -40,7 +42,7 @@ from unirl.types.segments import SegmentStatus, TextSegment
 class _Part:
     """Episodes that take their turns together."""
 
-    workers: EnvironmentWorkers
+    workers: PlaysEpisodes
     num_turns: int = 0
     acting: dict[str, Episode] = field(default_factory=dict)
     """Those that the environment answers, by name."""
@@ -54,6 +56,11 @@ def _timed(
     """What the environment answers, and the seconds that it took."""
     started = time.perf_counter()
     return step(actions), time.perf_counter() - started
+
+
+def _begun(workers: PlaysEpisodes, tasks: Mapping[str, tuple[Task, int]]) -> dict[str, Any]:
+    """What each episode observes first."""
+    return workers.reset(tasks)
 
 
 @bounded("turns")
@@ -74,7 +81,8 @@ class TurnsEngine(BaseRolloutEngine):
     call_tags: tokens around a call. shows_tools: whether prompts name the tools by the chat template.
     pipeline_stages: parts of a batch that take their turns one after the other, so that the model writes for one while
         the environment answers another; 2 where the environment takes about as long as the model.
-    num_workers: processes of the environment per part. step_timeout_s, memory_gb: of one call and of one process, see
+    num_workers: processes of the environment per part, next to the engine; by default one. pool: the pool of kind env
+        whose processes play instead. step_timeout_s, memory_gb: of one call and of one process, see
         `EnvironmentWorkers`.
     Raises ConfigError if the tokenizer lacks the tags, or the model reads no images that the environment shows.
     """
@@ -93,9 +101,10 @@ class TurnsEngine(BaseRolloutEngine):
         call_tags: tuple[str, str] = ("<tool_call>", "</tool_call>"),
         shows_tools: bool = True,
         pipeline_stages: PositiveInt = 1,
-        num_workers: PositiveInt = 1,
+        num_workers: PositiveInt | None = None,
         step_timeout_s: Positive = 30.0,
         memory_gb: Positive | None = None,
+        pool: str | None = None,
     ) -> None:
         self._engine = engine
         self._codec = pipeline
@@ -116,13 +125,17 @@ class TurnsEngine(BaseRolloutEngine):
                 pipeline.offer_tools(introduction.tools)
         if introduction.system_prompt is not None:
             pipeline.set_system_prompt(introduction.system_prompt)
-        self._workers = [
-            EnvironmentWorkers(environment, num_workers=num_workers, step_timeout_s=step_timeout_s, memory_gb=memory_gb)
-            for _ in range(pipeline_stages)
-        ]
+        self._environment, self._limits = environment, ProcessLimits(step_timeout_s, memory_gb)
+        self._workers = [self._limits.next_to_us(environment, num_workers or 1) for _ in range(pipeline_stages)]
+        self._waits_for_pool = pool is not None
         self._answering = ThreadPoolExecutor(pipeline_stages, "unirl-environment")
         self._listener: ChunkListener | None = None
         self._is_aborted = False
+
+    def play_in(self, pool: HostingPool) -> None:
+        """Let the processes of a pool play. Called once, before the first episode."""
+        self._workers = [self._limits.in_pool(self._environment, pool, "turns") for _ in self._workers]
+        self._waits_for_pool = False
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
@@ -142,6 +155,8 @@ class TurnsEngine(BaseRolloutEngine):
         """
         if self._is_given(req):
             return self._engine.generate(req, policy)
+        if self._waits_for_pool:
+            raise ContractError("turns.pool is set, and no pool was given: play_in comes before generate")
         self._is_aborted = False
         params = text_params(req)
         names = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
@@ -178,7 +193,7 @@ class TurnsEngine(BaseRolloutEngine):
                 task["images"] = tuple(message_image(image, known) for image in shown.images[number])
             tasks[number % len(tasks)][name] = task, seed
         opened: dict[str, Any] = {}  # Any: what each observes first
-        for part in self._answering.map(EnvironmentWorkers.reset, self._workers, tasks):
+        for part in self._answering.map(_begun, self._workers, tasks):
             opened.update(part)
         took_s = time.perf_counter() - started
         if shown is None and self._shows_images:

@@ -23,6 +23,7 @@ from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Videos
 from unirl.types.noise import noise_key
+from unirl.types.protocols.hosting import HostingPool
 from unirl.types.protocols.models import ActionPipeline
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
@@ -183,6 +184,10 @@ class EpisodesEngine(DirectSampling):
                     f"the policy has {what} = {policy}, its environment {found}. Give engine.environment a policy that "
                     "was made for it."
                 )
+
+    def play_in(self, pool: HostingPool) -> None:
+        """Let the processes of a pool play. Called once, before the first episode."""
+        self._environment.play_in(pool)
 
     def shutdown(self) -> None:
         """Close the environment."""
