@@ -8,11 +8,12 @@ from typing import Any
 
 from unirl.distributed.held import Held
 from unirl.distributed.pools.gates import Gates
+from unirl.distributed.pools.running import RunningPool, pool_metrics, scale_pools
 from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Usage
-from unirl.types.errors import ConfigError, ContractError
+from unirl.types.errors import ContractError
 from unirl.types.roles import MeshPlace
 
 
@@ -22,7 +23,8 @@ class WorkerGroups(Runtime):
     A held value moves, from worker to worker, to the group whose role is called with it; results of `gather` and `hold`
     are held by `main`. The groups are closed together, and then `on_close` is called.
     led: roles that several groups implement together, by name: objects in this process with the role's methods.
-    pools: the groups by the names of their pools, those of `led` roles too.
+    pools: the groups by the names of their pools, those of `led` roles too. hosting: pools without devices, which are
+        closed with them.
     Raises ContractError if a group lacks its role.
     """
 
@@ -33,6 +35,7 @@ class WorkerGroups(Runtime):
         *,
         led: Mapping[str, object] | None = None,
         pools: Mapping[str, Runtime] | None = None,
+        hosting: Mapping[str, RunningPool] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -43,6 +46,7 @@ class WorkerGroups(Runtime):
         self._elsewhere = dict(elsewhere)
         self._led = dict(led or {})
         self._pools = dict(pools or {})
+        self._hosting = dict(hosting or {})
         self._groups = list(dict.fromkeys((main, *elsewhere.values(), *self._pools.values())))
         self._used: dict[Runtime, Usage] = {}
         self._on_close = on_close
@@ -83,11 +87,7 @@ class WorkerGroups(Runtime):
         return Usage(sum(part.cpu_s for part in parts), sum(part.peak_rss_bytes for part in parts))
 
     def pool_metrics(self) -> dict[str, float]:
-        return {
-            f"perf/pool/{pool}/{name}": value
-            for pool, runtime in self._pools.items()
-            for name, value in runtime.gauges().items()
-        }
+        return pool_metrics({**self._pools, **self._hosting})
 
     def take_spans(self) -> list[Span]:
         return [span for runtime in self._groups for span in runtime.take_spans()]
@@ -105,11 +105,7 @@ class WorkerGroups(Runtime):
         return [self._elsewhere.get("engine", self._main)]
 
     def scale(self, sizes: Mapping[str, int]) -> None:
-        unknown = sorted(set(sizes) - set(self._pools))
-        if unknown:
-            raise ConfigError(f"{', '.join(unknown)}: there are no such pools; there are {', '.join(self._pools)}.")
-        for name, size in sizes.items():
-            self._pools[name].resize(size)
+        scale_pools({**self._pools, **self._hosting}, sizes)
 
     def num_held(self) -> int:
         """Largest number of held values in one worker."""
@@ -128,4 +124,6 @@ class WorkerGroups(Runtime):
         """Stop the workers of all groups. Safe to call twice."""
         for runtime in self._groups:
             runtime.close()
+        for pool in self._hosting.values():
+            pool.close()
         self._on_close()

@@ -19,6 +19,7 @@ from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_argume
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.held import Future, Held
 from unirl.distributed.pools.gates import Gates
+from unirl.distributed.pools.running import RunningPool, pool_metrics, scale_pools
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
@@ -374,10 +375,13 @@ class Runtime(ABC):
 
 
 class LocalRuntime(Runtime):
-    """One worker in this process: no Ray, no copies."""
+    """One worker in this process: no Ray, no copies. hosting: pools without devices, which are closed with it."""
 
-    def __init__(self, builder: Builder, *, device: str = "cpu") -> None:
+    def __init__(
+        self, builder: Builder, *, device: str = "cpu", hosting: Mapping[str, RunningPool] | None = None
+    ) -> None:
         super().__init__()
+        self._hosting = dict(hosting or {})
         self._worker = Worker(builder, WorkerContext(rank=0, world_size=1, device=device))
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
@@ -399,3 +403,13 @@ class LocalRuntime(Runtime):
         """Close the components that hold threads or connections."""
         self._is_closed = True
         self._worker.close()
+        for pool in self._hosting.values():
+            pool.close()
+
+    def scale(self, sizes: Mapping[str, int]) -> None:
+        if not self._hosting:
+            super().scale(sizes)
+        scale_pools(self._hosting, sizes)
+
+    def pool_metrics(self) -> dict[str, float]:
+        return pool_metrics(self._hosting)

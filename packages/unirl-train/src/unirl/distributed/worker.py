@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.tensor.transport import outgoing
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.closing import Closeable
+from unirl.types.protocols.hosting import HostingPool
 from unirl.types.roles import MeshPlace, Placed, RemoteMethod, remote_method
 from unirl.types.rollout import RolloutResp
 
@@ -27,6 +28,8 @@ class WorkerContext:
     rank: int
     world_size: int
     device: str
+    hosting: Mapping[str, HostingPool] = field(default_factory=dict)
+    """Pools without devices that its components ask, by name."""
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,11 @@ class DevicePool:
                         "Stop the run that holds them, or lower num_devices or cluster.devices_per_node.",
                     )
 
+    def node_ids(self) -> list[str]:
+        """Ray's ids of the nodes with these devices, in the order of their numbers."""
+        table = self._ray.util.placement_group_table
+        return [table(group)["bundles_to_node_id"][0] for group in self._groups]
+
     def block(self, name: str, start: int = 0, stop: int | None = None) -> Block:
         """Devices start..stop-1 under a name. Raises ConfigError if they are outside the pool or overlap another
         block."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.distributed.group.device_pool import Block, DevicePool
 from unirl.distributed.group.object_store import ObjectStore
+from unirl.distributed.group.ray_hosting import HostingPlan, RayHostedPool
 from unirl.distributed.group.ray_member import RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
@@ -64,11 +66,13 @@ def start_groups(
     stages: Mapping[str, str] | None = None,
     reward_parts: Sequence[str] = (),
     plane: DataPlane | None = None,
+    hosting: Sequence[HostingPlan] = (),
 ) -> Runtime:
     """Start the groups in order. Groups that share a device take turns on it.
 
     stages: track -> the group whose component "engine" makes it, if several groups make one response (`LedStages`).
     reward_parts: groups whose component "reward" has some of the scorers (`LedRewards`).
+    hosting: pools without devices, which are started first; each group's builder gets them as the keyword `hosting`.
     Other arguments: see `DevicePool` and `RayRuntime`.
     Raises what they raise, after stopping everything that was started.
     """
@@ -85,6 +89,12 @@ def start_groups(
         unfinished.callback(pool.close)
         blocks = pool.blocks({name: devices for plan in plans for name, devices in _blocks(plan).items()})
         options = {"device": device, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "plane": plane}
+        hosted = {}
+        for each in hosting:
+            hosted[each.name] = RayHostedPool.started(each, pool.node_ids(), start_timeout_s)
+            unfinished.callback(hosted[each.name].close)
+        if hosted:
+            plans = [replace(plan, builder=_offered(plan.builder, hosted)) for plan in plans]
         started: dict[str, RayRuntime | ServedPool] = {}
         for plan in plans:
             started[plan.name] = _served(plan, blocks, options) if plan.is_served else _even(plan, blocks, options)
@@ -110,9 +120,13 @@ def start_groups(
             led["reward"] = LedRewards(parts, elsewhere.get("reward", main).role("reward"))
         if served:
             led["sync"] = ServedSyncs(main.role("sync"), served)
-        groups = WorkerGroups(main, elsewhere, led=led, pools=started, on_close=pool.close)
+        groups = WorkerGroups(main, elsewhere, led=led, pools=started, hosting=hosted, on_close=pool.close)
         unfinished.pop_all()
     return groups
+
+
+def _offered(builder: Any, hosted: Mapping[str, RayHostedPool]) -> Builder:  # Any: it takes one keyword more
+    return functools.partial(builder, hosting=hosted)
 
 
 def _blocks(plan: GroupPlan) -> dict[str, Sequence[int]]:
