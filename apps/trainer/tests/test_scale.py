@@ -29,7 +29,7 @@ def test_sizes_are_left_for_the_run(run_dir, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train=2"], "train=2: train is no served pool of this run; there are rollout (pools.<name>.served)."),
+        (["train=2"], "train=2: train is no served pool of this run, nor one of kind env; there are rollout"),
         (["rollout=0"], "rollout=0: a pool has at least one member, so it cannot be scaled to 0."),
         (["rollout="], "rollout=: a pool has at least one member, so it cannot be scaled to nothing."),
         ([], "scale takes pools and their sizes, such as rollout=2."),

@@ -41,6 +41,24 @@ def test_nodes_are_filled_and_devices_that_are_named_stay():
     assert (one["num_devices"], one["runtime"]) == (1, "local")
 
 
+def test_environments_on_other_nodes_than_the_engine_are_a_pool():
+    placed = {"actor": "0-7", "rollout": "0-3", "env": "4-7"}
+    made = flow(component_placement=placed, cluster={"num_nodes": 2}, env={"num_workers": 3})
+    assert made["pools"]["env"] == {"kind": "env", "nodes": "1", "processes": 3}
+    assert made["turns"] == {"num_workers": None, "pool": "env"}
+    both = flow(component_placement=placed | {"env": "all"}, cluster={"num_nodes": 2}, turns={"max_turns": 3})
+    assert both["pools"]["env"] == {"kind": "env", "nodes": "0,1"} and both["turns"] == {"max_turns": 3, "pool": "env"}
+    acting = {"environment": {"id": "e", "num_processes": 2}}
+    made = flow(component_placement=placed, cluster={"num_nodes": 2}, engine=acting, turns=None)
+    assert made["engine"]["environment"] == {"id": "e", "num_processes": None, "pool": "env"}
+    assert made["pools"]["env"]["processes"] == 2
+
+
+def test_a_pool_of_environments_may_stand_next_to_placed_components():
+    made = flow(component_placement={"actor": "0-3", "rollout": "4-7"}, pools={"games": {"kind": "env"}})
+    assert list(made["pools"]) == ["games", "train", "rollout"]
+
+
 def test_options_are_set_where_the_recipe_has_them():
     sampling = {"samples_per_prompt": 8}
     made = flow(
@@ -75,8 +93,8 @@ def test_options_are_set_where_the_recipe_has_them():
         ({"component_placement": {"actor": "3-1"}}, "component_placement.actor"),
         ({"component_placement": PLACED, "turns": None}, "the recipe has no environment"),
         (
-            {"component_placement": {"actor": "0-7", "rollout": "0-3", "env": "4-7"}, "cluster": {"num_nodes": 2}},
-            "env = 4-7 has devices of node 1, and component_placement.rollout = 0-3 none",
+            {"component_placement": PLACED, "pools": {"games": {"kind": "env"}}},
+            "component_placement.env and pools.games both say where environments are played. Remove one",
         ),
         ({"rollout": {"served": True}}, "component_placement places none"),
         ({"component_placement": {"actor": 0}, "rollout": {"served": True}}, "needs a pool of the engine"),

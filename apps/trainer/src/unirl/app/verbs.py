@@ -31,6 +31,7 @@ from unirl.app.stopping import stop_on_signals
 from unirl.config.catalog import available
 from unirl.config.check import build_values, check_recipe, machine_findings, unread_rules
 from unirl.config.instantiation import instantiate_at
+from unirl.config.placement import ENV
 from unirl.config.recipes import published, render
 from unirl.config.runs import ComposedRun, named_copy
 from unirl.config.schema import ENABLED
@@ -178,20 +179,20 @@ def plan(command: Command) -> int:
 
 
 def scale(command: Command) -> None:
-    """Ask a run for other sizes of its served pools, which it takes over before its next rollout."""
+    """Ask a run for other sizes of its served pools and those of kind env, for its next rollout and those after it."""
     run_dir = Path(command.recipe).expanduser()
     config = run_dir / CONFIG_FILE
     if not config.is_file():
         raise ConfigError(f"scale takes the folder of a run; {run_dir} has no {CONFIG_FILE}.")
     pools = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("pools") or {}
-    served = [name for name, pool in pools.items() if pool.get("served")]
+    served = [name for name, pool in pools.items() if pool.get("served") or pool.get("kind") == ENV]
     sizes = {}
     for word in command.overrides:
         name, _, size = word.partition("=")
         if name not in served:
             raise ConfigError(
-                f"{word}: {name} is no served pool of this run; there are {', '.join(served) or 'none'} "
-                "(pools.<name>.served)."
+                f"{word}: {name} is no served pool of this run, nor one of kind env; there are "
+                f"{', '.join(served) or 'none'} (pools.<name>.served, pools.<name>.kind)."
             )
         if not size.isdecimal() or int(size) < 1:
             raise ConfigError(f"{word}: a pool has at least one member, so it cannot be scaled to {size or 'nothing'}.")

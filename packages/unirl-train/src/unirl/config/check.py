@@ -18,6 +18,7 @@ from typing import Any
 
 from unirl.config import schema
 from unirl.config.annotations import mismatch
+from unirl.config.environment_pools import OF_DEVICES, OF_ENVIRONMENTS
 from unirl.config.instantiation import RESERVED, TARGET, instantiate_at
 from unirl.config.runs import (
     ComposedRun,
@@ -247,9 +248,15 @@ def _pool_keys(recipe: Resolved) -> Iterator[str]:
     pools = recipe.get("pools") or {}
     yield from _named_sections("pools", pools, Pool)
     for name, pool in pools.items() if isinstance(pools, Mapping) else ():
-        if isinstance(pool, Mapping) and pool.get("devices") is None:
-            at = f"pools.{name}"
+        if not isinstance(pool, Mapping):
+            continue
+        at, is_of_devices = f"pools.{name}", pool.get("kind") in (None, "devices")
+        if is_of_devices and pool.get("devices") is None:
             yield f"{at} has no devices. Name some in {at}.devices, such as 0-3, or remove the pool."
+        for key in OF_ENVIRONMENTS if is_of_devices else OF_DEVICES:
+            if pool.get(key) is not None and pool.get(key) is not False:
+                what = "devices" if is_of_devices else "kind env, which has no devices"
+                yield f"{at}.{key} does nothing in a pool of {what}. Remove it."
 
 
 def _named_sections(place: str, sections: Value, section: type) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirl.config.placement import ClusterShape, cluster_shape, devices_of
@@ -89,8 +89,19 @@ def _place(made: Node, placement: Any, options: Node) -> list[str]:  # Any: a va
             )
         return []
     placed = _components(placement)
-    for old in ("pools", "placement"):
-        if any(value is not None for value in (made.get(old) or {}).values()):
+    own_pools = {name: pool for name, pool in (made.get("pools") or {}).items() if pool is not None}
+    played_in = {name: pool for name, pool in own_pools.items() if _is_of_environments(pool)}
+    if played_in and ENV in placed:
+        name = next(iter(played_in))
+        raise ConfigError(
+            f"{PLACEMENT}.{ENV} and pools.{name} both say where environments are played. Remove one: {PLACEMENT}.{ENV} "
+            "on other nodes than the engine's is a pool of kind env."
+        )
+    for old, given in (
+        ("pools", {**own_pools, **dict.fromkeys(played_in)}),
+        ("placement", made.get("placement") or {}),
+    ):
+        if any(value is not None for value in given.values()):
             raise ConfigError(
                 f"{PLACEMENT} and {old} are both set, and say the same in other words: actor is the pool "
                 "train, rollout the pool rollout. Remove one."
@@ -101,10 +112,18 @@ def _place(made: Node, placement: Any, options: Node) -> list[str]:  # Any: a va
         raise ConfigError(f"rollout.{next(iter(own))} needs a pool of the engine. Add {PLACEMENT}.rollout.")
     if own:
         pools["rollout"] |= own
+    said = [f"pools.{pool}.devices = {each['devices']}" for pool, each in pools.items()]
     if not any("${" in str(text) for text in placed.values()):
-        _check_devices(made, placed)
-    made["pools"] = pools
-    return [f"pools.{pool}.devices = {each['devices']}" for pool, each in pools.items()]
+        nodes = _nodes_of_environments(made, placed)
+        if nodes:
+            pools[ENV] = _pool_of_environments(made, nodes, options)
+            said.append(f"pools.{ENV}.nodes = {pools[ENV]['nodes']}")
+    made["pools"] = {**played_in, **pools}
+    return said
+
+
+def _is_of_environments(pool: Any) -> bool:  # Any: a value of a recipe
+    return isinstance(pool, Mapping) and pool.get("kind") == ENV
 
 
 def _components(placement: Any) -> dict[str, Any]:  # Any: a value of a recipe
@@ -138,23 +157,34 @@ def _size(made: Node, placed: Mapping[str, Any]) -> None:  # Any: a value of a r
         made["runtime"] = "ray"
 
 
-def _check_devices(made: Node, placed: Mapping[str, Any]) -> None:  # Any: a value of a recipe
-    """Devices are of the cluster, and environments on nodes of the engine, next to which their processes stand."""
+def _nodes_of_environments(made: Node, placed: Mapping[str, Any]) -> list[int]:  # Any: a value of a recipe
+    """Nodes on which environments are played in a pool; none if they are children of the engine, since all their nodes
+    are nodes of the engine. Raises ConfigError if devices are not of the cluster, or there is no environment."""
     given = {name: value for name, value in (made.get("cluster") or {}).items() if name in _SHAPE}
     shape = cluster_shape(int(made.get("num_devices") or 1), Cluster(**given))
     devices = {name: devices_of(text, f"{PLACEMENT}.{name}", shape) for name, text in placed.items()}
     if ENV not in devices:
-        return
+        return []
     if not made.get("turns") and not (made.get("engine") or {}).get("environment"):
         raise ConfigError(f"{PLACEMENT}.{ENV} = {placed[ENV]}: the recipe has no environment. Remove it.")
     engine = "rollout" if "rollout" in devices else "actor"
-    elsewhere = sorted(_nodes(devices[ENV], shape) - _nodes(devices[engine], shape))
-    if elsewhere:
-        raise ConfigError(
-            f"{PLACEMENT}.{ENV} = {placed[ENV]} has devices of node {elsewhere[0]}, and {PLACEMENT}.{engine} = "
-            f"{placed[engine]} none. Environments are processes without a device next to the engine: place them on its "
-            "nodes, or remove the key."
-        )
+    own = _nodes(devices[ENV], shape)
+    return sorted(own) if own - _nodes(devices[engine], shape) else []
+
+
+def _pool_of_environments(made: Node, nodes: Sequence[int], options: Node) -> Node:
+    """The pool of environments on other nodes than the engine's, which what plays then names; it takes the number of
+    processes. Raises ConfigError if it cannot be told what plays."""
+    section, count = ("turns", "num_workers") if made.get("turns") else ("engine.environment", "num_processes")
+    processes = options.pop("env.num_workers", None)
+    given = made["turns"] if section == "turns" else made["engine"]["environment"]
+    if processes is None and given.get(count) is not None:
+        processes = given[count]
+    _put(made, f"{section}.pool", ENV, f"{PLACEMENT}.{ENV}")
+    if given.get(count) is not None:
+        _put(made, f"{section}.{count}", None, f"{PLACEMENT}.{ENV}")
+    pool: Node = {"kind": ENV, "nodes": ",".join(map(str, nodes))}
+    return pool if processes is None else {**pool, "processes": processes}
 
 
 _SHAPE = ("num_nodes", "devices_per_node", "node_groups")

@@ -19,6 +19,8 @@ from unirl.types.recipe import Messages, Part, Stage
 DEVICES_PER_NODE = 8
 """Devices per node of larger runs if neither num_nodes nor devices_per_node is set."""
 
+ENV = "env"
+"""Kind of the pools without devices."""
 TRAIN, REWARD = "train", "reward"
 """Members of pools besides engines. Engines are named by their place: `engine` or `stages.<track>`."""
 
@@ -101,7 +103,7 @@ def cluster_shape(num_devices: int, cluster: Cluster) -> ClusterShape:
     groups = {}
     for name, text in cluster.node_groups.items():
         key = f"cluster.node_groups.{name}"
-        groups[str(name)] = _numbers(str(text), key, num_nodes, "node", "cluster.num_nodes")
+        groups[str(name)] = numbers(str(text), key, num_nodes, "node", "cluster.num_nodes")
     return ClusterShape(num_nodes, per_node, groups)
 
 
@@ -113,7 +115,7 @@ def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...
     """
     group, separator, rest = str(text).rpartition(":")
     if not separator:
-        return _numbers(rest, key, shape.num_devices, "device", "num_devices")
+        return numbers(rest, key, shape.num_devices, "device", "num_devices")
     if group not in shape.node_groups:
         known = ", ".join(shape.node_groups) or "it names none"
         raise ConfigError(
@@ -121,7 +123,7 @@ def devices_of(text: str | int, key: str, shape: ClusterShape) -> tuple[int, ...
         )
     size = shape.devices_per_node
     devices = [node * size + device for node in shape.node_groups[group] for device in range(size)]
-    chosen = _numbers(rest, key, len(devices), f"device of {group}", f"cluster.node_groups.{group}")
+    chosen = numbers(rest, key, len(devices), f"device of {group}", f"cluster.node_groups.{group}")
     return tuple(devices[number] for number in chosen)
 
 
@@ -200,7 +202,7 @@ def scorer_pools(run: ComposedRun) -> dict[str, str]:
 
 
 def pools_of(file: Recipe) -> dict[str, Given]:
-    """The pools of a recipe by name, from `pools` or `placement`. Raises ConfigError if both are set."""
+    """The pools of devices of a recipe by name, from `pools` or `placement`. Raises ConfigError if both are set."""
     short = {item.name: getattr(file.placement, item.name) for item in fields(file.placement)}
     placed = {name: Given(f"placement.{name}", text) for name, text in short.items() if text is not None}
     named = {
@@ -212,6 +214,7 @@ def pools_of(file: Recipe) -> dict[str, Given]:
             pool.get("samples_per_call"),
         )
         for name, pool in file.pools.items()
+        if pool.get("kind") != ENV
     }
     if placed and named:
         raise ConfigError(
@@ -442,7 +445,7 @@ RULES = (
 )
 
 
-def _numbers(text: str, key: str, count: int, what: str, limit: str) -> tuple[int, ...]:
+def numbers(text: str, key: str, count: int, what: str, limit: str) -> tuple[int, ...]:
     """Numbers below `count`, in ascending order, from "all" or comma-separated numbers and ranges."""
     if text.strip() == "all":
         return tuple(range(count))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from unirl.types.bounds import NonNegativeInt, Positive, PositiveInt, Seed, UnitInterval
+from unirl.types.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, Seed, UnitInterval
 from unirl.types.device_kinds import DeviceChoice
 
 Node = Mapping[str, Any]  # Any: a component's keys in a recipe
@@ -201,16 +201,28 @@ class Cluster:
 class Pool:
     """Named devices. Components name their pool: `stages.<track>.pool`, `engine.pool`, `reward.pool`.
 
-    Pools with the same devices share their workers; pools with some devices in common take turns on them.
+    Pools with the same devices share their workers; pools with some devices in common take turns on them. A pool of
+    kind env has no devices: its members hold processes of an environment, which names it (`turns.pool`,
+    `engine.environment.pool`).
     """
 
-    devices: str | int
+    devices: str | int | None = None
     """0-3, or 4,5, or all, or with a node group big:0-7."""
+    kind: Literal["devices", "env"] = "devices"
+    """devices: workers, one on each. env: processes of environments, without a device."""
+    nodes: str | int | None = None
+    """For kind env: nodes of the run that hold its members in turn, such as 0-1 or all, or a node group. None: all
+    nodes of the cluster, those without devices too."""
+    processes: PositiveInt = 1
+    """For kind env: processes of each member."""
+    cpus: NonNegative = 0.0
+    """For kind env: cores that are reserved for each member; 0: none, they share those of what else is there."""
     served: bool = False
     """False: each device gets an equal share of every call, and one that dies ends the run. True, for engines: each
     device has a member, calls go to the one that is free, and one that dies is replaced with the present weights."""
     members: PositiveInt | None = None
-    """Members of a served pool to begin with; None: one on each device. `trainer scale` lets others join or leave."""
+    """Members of a served pool, or of one of kind env, to begin with; None: one on each device or node. `trainer scale`
+    lets others join or leave."""
     samples_per_call: PositiveInt | None = None
     """Smallest number of samples of a call of a served pool, always whole groups. None: two calls for each device."""
 
@@ -416,6 +428,7 @@ class Recipe:
 
 RUN_RULES = (
     "unirl.config.placement",
+    "unirl.config.environment_pools",
     "unirl.distributed.rules",
     "unirl.trainer.rules",
     "unirl.trainer.stage_rules",

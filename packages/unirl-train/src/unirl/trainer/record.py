@@ -230,7 +230,7 @@ class RunRecord:
         self._checkpointer.wait()
 
     def scale_pools(self) -> None:
-        """Give served pools the sizes that `trainer scale` asked for since the last call. A size that cannot be had is
+        """Give pools the sizes that `trainer scale` asked for since the last call. A size that cannot be had is
         an error in the log, and the run continues with the members that it has."""
         try:
             sizes = take_sizes(self._run_dir)

@@ -1,4 +1,4 @@
-"""Sizes of served pools that are asked for while a run trains: a file in its directory, read between rollouts."""
+"""Sizes of pools that are asked for while a run trains: a file in its directory, read between rollouts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from unirl.train.policy_stacks import PolicyStacks
 from unirl.train.saved_policies import SavedPolicies
 from unirl.trainer.parity import TRAINER_ENGINE
 from unirl.trainer.policy import Built, BuiltModel, BuiltPolicy, build_model, build_part, build_policy
-from unirl.types.recipe import TARGET, Stage
+from unirl.types.protocols.hosting import HostingPool
+from unirl.types.recipe import TARGET, Part, Stage
 from unirl.types.stages import BuiltStage
 
 TEXTS_OF_TRAINER = "unirl.rollout.engine.trainside.text.TrainsideTextEngine"
@@ -41,6 +42,7 @@ def build_components(
     asks_teachers: bool = True,
     is_exported: bool = False,
     scores: bool = True,
+    hosting: Mapping[str, HostingPool] | None = None,
 ) -> dict[str, object]:
     """The components of one worker: reward, engine, checkpointer, and for each policy bundle, pipeline, backend, ...
 
@@ -48,8 +50,10 @@ def build_components(
     asks_teachers: True if the run trains; otherwise teachers are not built.
     is_exported: True if only weights are needed; reward, engine and sync are then not built.
     scores: False if samples are generated and not scored; the reward is then not built.
+    hosting: the pools of kind env, by name.
     """
     seed_everything(run.seed)
+    context = replace(context, hosting=hosting or {})
     if holds is None:
         holds = (TRAIN, *(stage.at for stage in run.stages), REWARD)
     if TRAIN not in holds:
@@ -265,7 +269,9 @@ def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel],
     }
     if run.is_staged:
         return build_part(part, components(StageSections)["engine"], {**offered, "track": stage.track})
-    return build_part(part, components()["engine"], offered)
+    engine = build_part(part, components()["engine"], offered)
+    _give_pool(engine, part.inner.get("environment"), context)
+    return engine
 
 
 def _joined(
@@ -303,7 +309,16 @@ def _taking_turns(stage: Stage, engine: Built, models: Mapping[str, BuiltModel],
         "pipeline": model.pipelines[model.plan.pipeline_name(str(stage.track))],
         "policies": model.backend if isinstance(model, BuiltPolicy) else None,
     }
-    return build_part(stage.turns, components(StageSections)["turns"], offered)
+    turns = build_part(stage.turns, components(StageSections)["turns"], offered)
+    _give_pool(turns, stage.turns, context)
+    return turns
+
+
+def _give_pool(engine: Built, part: Part | None, context: WorkerContext) -> None:
+    """Let an engine play in the pool of kind env that a part of it names."""
+    pool = None if part is None else context.hosting.get(str(part.node.get("pool")))
+    if pool is not None:
+        engine.play_in(pool)
 
 
 def seed_everything(seed: int) -> None:
