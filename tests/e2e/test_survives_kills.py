@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "survives_kills"
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["local-sync"])  # the others take minutes: run the script
 def test_random_kills_lose_nothing_and_leave_nothing_behind(tmp_path, name):
     report = tmp_path / "report.json"

@@ -17,7 +17,11 @@ ranks_of_train: Any = importlib.import_module("ranks")
 
 @pytest.mark.parametrize(
     ("num_ranks", "is_whole"),
-    [(2, False), *(pytest.param(ranks, True, marks=pytest.mark.matrix) for ranks in (1, 2, 4))],
+    [
+        (2, False),
+        *(pytest.param(ranks, True, marks=pytest.mark.matrix) for ranks in (1, 2)),
+        pytest.param(4, True, marks=[pytest.mark.matrix, pytest.mark.nightly]),
+    ],
 )
 def test_shards_that_ranks_read_are_those_of_a_whole_model(
     num_ranks: int, is_whole: bool, folders: Path, tmp_path_factory: pytest.TempPathFactory

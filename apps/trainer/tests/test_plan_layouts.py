@@ -30,6 +30,7 @@ def trainer(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_layout_that_fits_is_found_and_fits_when_it_is_rehearsed(tmp_path: Path) -> None:
     file = tmp_path / "layouts.json"
     # As it is training counts 0.42 GB, which is 1.94 GB on a real device.

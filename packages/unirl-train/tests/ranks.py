@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -56,10 +57,11 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
         if process.is_alive():
             process.kill()
             process.join()
-    failures = [text for path in sorted(folder.glob("failure-*")) if (text := path.read_text())]
     codes = [process.exitcode for process in processes]
-    assert not failures, "\n".join([*failures, f"ranks ended with {codes}"])
-    assert codes == [0] * world_size, f"ranks ended with {codes}"
+    failures = [path.read_text() for rank in range(world_size) if (path := folder / f"failure-{rank}").is_file()]
+    if failures or codes != [0] * world_size:
+        said = [(folder / f"stderr-{rank}").read_text()[-8000:] for rank in range(world_size)]
+        raise AssertionError("\n".join([*said, *failures, f"ranks ended with {codes}"]))
     return saved_results(folder, world_size)
 
 
@@ -69,9 +71,11 @@ def saved_results(folder: Path, world_size: int) -> list[Any]:
 
 
 def _run(job: Job, rank: int, world_size: int, folder: Path) -> None:
+    # What it inherits belongs to the test that ran when the first rank was forked.
+    with (folder / f"stderr-{rank}").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     faulthandler.enable()
-    stacks = (folder / f"failure-{rank}-waits").open("w")
-    faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT_S, file=stacks)
+    faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT_S)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
