@@ -146,6 +146,20 @@ def findings(name, *overrides):
         ),
         (
             SHAPES,
+            ["+bundle.attention_backend=flash"],
+            "bundle.attention_backend = flash changes nothing: the model of SD3Bundle in diffusers calls torch's",
+        ),
+        (
+            "wan21/t2v_mixgrpo",
+            [
+                "+bundle.attention_backend=flash",
+                "+backend.topology._target_=unirl.train.configs.TrainTopology",
+                "+backend.topology.sp=2",
+            ],
+            "bundle.attention_backend = flash computes attention of whole samples, and topology.sp = 2 spreads",
+        ),
+        (
+            SHAPES,
             ["+engine.decode=false"],
             "engine.decode: false leaves no pixels to score, which reward.scorers.shapes (ShapesRewardScorer) needs.",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unirl.models.allocations import Allocations
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.construction import from_configuration
+from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import all_released
@@ -103,6 +105,50 @@ def test_deterministic_sampling_equals_the_stock_pipeline(
     assert found.shape == expected.shape
     record_property("error", relative(found, expected))
     assert relative(found, expected) <= loaded.family.tolerance
+
+
+def _kernels(pipeline: DiffusersPipeline) -> dict[str, list[Any]]:  # Any: None or a name
+    """By component that trains, the kernel of each attention that another could compute."""
+    found = {}
+    for key, model in pipeline.bundle.trainable_modules().items():
+        processors: list[Any] = [getattr(each, "processor", None) for each in model.modules()]
+        found[key] = [each._attention_backend for each in processors if hasattr(each, "_attention_backend")]
+    return found
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_another_kernel_computes_the_same_attention(loaded: Loaded) -> None:
+    family, request = loaded.family, loaded.request(loaded.family.sampling())
+    kernels = _kernels(loaded.ours)
+    assert family.bundle.takes_attention_backend == all(kernels.values()) == any(kernels.values())
+    make = functools.partial(family.bundle, str(loaded.folder), **family.options)
+    if not family.bundle.takes_attention_backend:
+        with pytest.raises(ConfigError, match=f"_native_math changes nothing: the model of {family.bundle.family}"):
+            make(attention_backend="_native_math")
+        return
+    expected = loaded.sample(request)
+    other = dataclasses.replace(loaded, ours=family.pipeline(make(attention_backend="_native_math"), FlowSDEStrategy()))
+    assert {key: set(names) for key, names in _kernels(other.ours).items()} == dict.fromkeys(kernels, {"_native_math"})
+    assert relative(other.sample(request), expected) <= 1e-4
+    assert torch.equal(loaded.sample(request), expected)
+
+
+@pytest.mark.parametrize("name", ["flux_dev"])
+def test_kernels_that_do_not_run_or_have_no_gradient_are_refused(loaded: Loaded) -> None:
+    make: Any = functools.partial(loaded.family.bundle, str(loaded.folder))
+    for kernel, message in (
+        ("flash", r"attention_backend = flash computes no attention in torch.float32 on cpu: .*flash-attn"),
+        (
+            "_native_cudnn",
+            r"= _native_cudnn computes no attention in torch.float32 on cpu: .* or set attention_backend",
+        ),
+        (
+            "_flash_3",
+            "bundle.attention_backend = '_flash_3' must be one of native, .*_native_math, flash, flex, xformers, null",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(attention_backend=kernel)
 
 
 @pytest.mark.parametrize(("name", "post_solver"), [("wan21_t2v", "unipc"), ("sana", "dpmpp_2m")])

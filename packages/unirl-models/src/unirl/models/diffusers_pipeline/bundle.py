@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle, LoRASettings
+from unirl.models.diffusers_pipeline.attention import compute_attention_by, refuse_absent
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
-from unirl.models.diffusers_pipeline.rules import span_problem
+from unirl.models.diffusers_pipeline.rules import AttentionBackend, attention_problem, span_problem
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
@@ -59,7 +60,9 @@ class DiffusersBundle(Bundle):
     the prompts of a rollout are encoded. trains: the components that train; None for all that can.
     vae_tile_pixels: media of more pixels on a side are encoded and decoded in tiles of that side, which bounds the
     VAE's memory and changes the seams; None does them at once. vae_tile_frames: how many frames at a time a VAE decodes
-    that else decodes all at once (`decodes_at_once`); seams likewise. defers_weights: leave the weights of what trains
+    that else decodes all at once (`decodes_at_once`); seams likewise. attention_backend: the kernel that computes the
+    attention of what trains, by diffusers' name (unirl.models.diffusers_pipeline.rules has those with a gradient), None
+    for torch's choice; rollout and replay share it. defers_weights: leave the weights of what trains
     to the backend, which reads this rank's part of each; folders without safetensors files are read at once.
     Only what trains keeps requires_grad. Raises CheckpointError or ConfigError before weights are read if the
     folder is missing, incomplete or of another pipeline class, and CheckpointError for weights that do not fit.
@@ -89,6 +92,8 @@ class DiffusersBundle(Bundle):
     """True if the VAE holds all frames of a video while it decodes."""
     token_plan: ClassVar[TokenPlan | None] = None
     """How the tokens of what trains are spread over ranks; None where they cannot be."""
+    takes_attention_backend: ClassVar[bool] = False
+    """True if another kernel can compute the attention of what trains."""
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class DiffusersBundle(Bundle):
         trains: Sequence[str] | None = None,
         vae_tile_pixels: PositiveInt | None = None,
         vae_tile_frames: PositiveInt | None = None,
+        attention_backend: AttentionBackend | None = None,
         defers_weights: bool = False,
     ) -> None:
         if vae_tile_frames is not None:
@@ -110,6 +116,9 @@ class DiffusersBundle(Bundle):
             if problem is not None:
                 raise ConfigError(f"vae_tile_frames = {vae_tile_frames} {problem}")
         model_dtype = dtype_named(dtype, "dtype")
+        problem = attention_problem(attention_backend, self.family, takes_others=self.takes_attention_backend)
+        if problem is not None:
+            raise ConfigError(f"attention_backend = {attention_backend} {problem}")
         dtypes = {
             Role.TRAINED: model_dtype,
             Role.FROZEN: model_dtype,
@@ -121,6 +130,9 @@ class DiffusersBundle(Bundle):
         self.vae_tile_frames = vae_tile_frames
         self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
         self.device = torch.device(device)
+        kernel = attention_backend if has_values(self.device) else None
+        if kernel is not None:
+            refuse_absent(kernel, model_dtype, self.device)
         if rest_text_encoders and text_encoder_device is not None:
             raise ConfigError(
                 f"rest_text_encoders encodes on {self.device}, text_encoder_device = {text_encoder_device} on another "
@@ -156,6 +168,9 @@ class DiffusersBundle(Bundle):
                 does_train = name in trained
                 model = self.load(name, component, dtypes[component.role], self.device, trains=does_train)
                 self.modules[name] = _arranged(model) if component.role is Role.AUTOENCODER else model
+        if kernel is not None:
+            for name in trainable:
+                compute_attention_by(self.modules[name], kernel)
         if vae_tile_pixels is not None:
             work_in_tiles(self.vae, vae_tile_pixels)
         tokenizers = [name for name in self._of(Role.PROCESSOR) if name.startswith("tokenizer")]

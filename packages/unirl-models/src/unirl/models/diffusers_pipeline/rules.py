@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 from unirl.models.rules import sharing_problem
 from unirl.types.recipe import Messages, Part, Run
 
+AttentionBackend = Literal[
+    "native",
+    "_native_cudnn",
+    "_native_efficient",
+    "_native_flash",
+    "_native_math",
+    "flash",
+    "flex",
+    "xformers",
+]
+"""Kernels of diffusers 0.40 that have a gradient. Those of FlashAttention 3 and SageAttention have none there, so what
+they sample could not be trained on with the same log-probs."""
 OVERLAP = 4
 """A tile shares one part in so many of its side with each neighbour, where the two are blended."""
 
@@ -109,6 +122,26 @@ def heads_divide(own: Part, run: Run) -> Messages:
             yield sharing_problem(f"{policy.backend.at}.topology.sp", size, heads, "attention heads", str(file))
 
 
+def attention_is_dispatched(own: Part, run: Run) -> Messages:
+    """Another kernel computes attention where the model of diffusers lets it, and of whole samples."""
+    name = own.node.get("attention_backend")
+    if name is None:
+        return
+    problem = attention_problem(name, own.name, takes_others=own.ability("takes_attention_backend"))
+    size = run.policy_of(own).ranks_per_sample
+    if problem is None and size > 1:
+        problem = f"computes attention of whole samples, and topology.sp = {size} spreads their tokens. Remove one."
+    if problem is not None:
+        yield f"{own.at}.attention_backend = {name} {problem}"
+
+
+def attention_problem(name: str | None, family: str, *, takes_others: bool) -> str | None:
+    """Why a kernel cannot compute the attention of a family; None where it can."""
+    if name is None or takes_others:
+        return None
+    return f"changes nothing: the model of {family} in diffusers calls torch's attention. Remove it."
+
+
 def span_problem(num_frames: int, factor: int, *, decodes_at_once: bool) -> str | None:
     """Why a VAE cannot decode so many frames at a time; None where it can. factor: frames per latent frame."""
     if not decodes_at_once:
@@ -166,4 +199,12 @@ def _patch(file: Path) -> int:
     raise KeyError("no patch")
 
 
-RULES = (encoders_have_one_place, image_divides, frames_divide, tiles_fit, spans_fit, heads_divide)
+RULES = (
+    attention_is_dispatched,
+    encoders_have_one_place,
+    image_divides,
+    frames_divide,
+    tiles_fit,
+    spans_fit,
+    heads_divide,
+)

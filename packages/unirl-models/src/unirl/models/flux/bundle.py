@@ -20,6 +20,7 @@ class FluxBundle(RankFollowing, DiffusersBundle):
     """FLUX.1 dev and schnell, see `DiffusersBundle`."""
 
     family = "FLUX.1"
+    takes_attention_backend = True
     pipeline_classes = ("FluxPipeline",)
     components = {
         "transformer": trained(FluxTransformer2DModel),

@@ -20,6 +20,7 @@ class Flux2KleinBundle(RankFollowing, DiffusersBundle):
     """Transformer, VAE, Qwen3 and tokenizer of one checkpoint, see `DiffusersBundle`."""
 
     family = "FLUX.2 Klein"
+    takes_attention_backend = True
     pipeline_classes = ("Flux2KleinPipeline",)
     components = {
         "transformer": trained(Flux2Transformer2DModel),

@@ -19,6 +19,7 @@ class HunyuanImageBundle(DiffusersBundle):
     """Transformer, VAE, Qwen2.5-VL, ByT5 and tokenizers of one checkpoint, see `DiffusersBundle`."""
 
     family = "HunyuanImage 2.1"
+    takes_attention_backend = True
     pipeline_classes = ("HunyuanImagePipeline",)
     components = {
         "transformer": trained(HunyuanImageTransformer2DModel),

@@ -23,6 +23,7 @@ class HunyuanVideoBundle(DiffusersBundle):
     """Transformer, VAE, Llama, CLIP and tokenizers of one checkpoint, see `DiffusersBundle`."""
 
     family = "HunyuanVideo"
+    takes_attention_backend = True
     pipeline_classes = ("HunyuanVideoPipeline",)
     components = {
         "transformer": trained(HunyuanVideoTransformer3DModel),

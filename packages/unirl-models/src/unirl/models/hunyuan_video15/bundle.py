@@ -23,6 +23,7 @@ class HunyuanVideo15Bundle(DiffusersBundle):
     """Transformer, VAE, the text part of Qwen2.5-VL, ByT5 and tokenizers of one checkpoint, see `DiffusersBundle`."""
 
     family = "HunyuanVideo 1.5"
+    takes_attention_backend = True
     pipeline_classes = ("HunyuanVideo15Pipeline",)
     components = {
         "transformer": trained(HunyuanVideo15Transformer3DModel),

@@ -24,6 +24,7 @@ class LTX2Bundle(DiffusersBundle):
     """Transformer, both VAEs, vocoder, Gemma 3, its connectors and tokenizer, see `DiffusersBundle`."""
 
     family = "LTX-2"
+    takes_attention_backend = True
     pipeline_classes = ("LTX2Pipeline",)
     components = {
         "transformer": trained(LTX2VideoTransformer3DModel),

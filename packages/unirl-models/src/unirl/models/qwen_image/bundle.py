@@ -22,6 +22,7 @@ class QwenImageBundle(DiffusersBundle):
     """Transformer, VAE, Qwen2.5-VL and tokenizer of one checkpoint, see `DiffusersBundle`."""
 
     family = "Qwen-Image"
+    takes_attention_backend = True
     pipeline_classes = ("QwenImagePipeline",)
     components = {
         "transformer": trained(QwenImageTransformer2DModel),

@@ -39,6 +39,7 @@ class WanBundle(RankFollowing, DiffusersBundle):
     """
 
     family = "Wan"
+    takes_attention_backend = True
     pipeline_classes = ("WanPipeline",)
     components = {
         "transformer": trained(WanTransformer3DModel),

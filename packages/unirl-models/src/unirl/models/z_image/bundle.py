@@ -22,6 +22,7 @@ class ZImageBundle(DiffusersBundle):
     """
 
     family = "Z-Image"
+    takes_attention_backend = True
     pipeline_classes = ("ZImagePipeline",)
     components = {
         "transformer": trained(ZImageTransformer2DModel),
