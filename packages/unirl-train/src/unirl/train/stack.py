@@ -21,6 +21,7 @@ from torch import Tensor
 from unirl.algorithms.base import MicroBatch, StageAlgorithm
 from unirl.algorithms.traces import Trace, Traces
 from unirl.config.schema import DEFAULT_TRACK
+from unirl.train.compile_time import CompileClock
 from unirl.train.flops import TrainingRate
 from unirl.train.names import below
 from unirl.train.slicing import training_slices
@@ -86,6 +87,7 @@ class TrainStack:
         """Updates of a rollout, all epochs."""
         self._max_grad_norm = max_grad_norm
         self._rate = TrainingRate(backend)
+        self._compiling = CompileClock() if backend.is_compiled else None
         self._traces: Traces | None = None
         self._num_updates_done = 0
         """Over all rollouts: what the cadence counts."""
@@ -214,6 +216,8 @@ class TrainStack:
             if name in updates[own[0]]:
                 metrics[f"{part.prefix}{FIRST_RATIO}"] = updates[own[0]][name]
         metrics["train/skipped_steps"] = sum(u["train/skipped_steps"] for u in updates)
+        if self._compiling is not None:
+            metrics["timing_s/compile"] = self._compiling.lap()
         return TrainStepResult(metrics, updates)
 
     @distributed(Dispatch.DP_SCATTER, Collect.FIRST)
