@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.environments.base import Step, Task
+from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.begun import Lost
 from unirl.rollout.environments.playing import PlaysEpisodes, ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
@@ -308,7 +308,9 @@ class TurnsEngine(BaseRolloutEngine):
             if isinstance(step, Lost):
                 episode.fail(step.reason)
                 continue
-            self._apply(step, episode)
+            episode.take(step)
+            if episode.end is None and (episode.num_turns >= self._max_turns or self._is_aborted):
+                episode.end = "turns"
             if episode.end is not None:
                 continue
             if not self._codec.media_tokens.isdisjoint(episode.last_turn):
@@ -338,17 +340,6 @@ class TurnsEngine(BaseRolloutEngine):
             return Turn(text, prose=text)
         calls = calls_of(episode.last_turn, *self._tags, self._codec.text_of)
         return Turn(text, calls, self._codec.text_of(outside_calls(episode.last_turn, *self._tags)))
-
-    def _apply(self, step: Step[Sequence[Message]], episode: Episode) -> None:
-        episode.reward += step.reward
-        for name, value in step.counts.items():
-            episode.counts[name] = episode.counts.get(name, 0.0) + value
-        if step.terminated:
-            episode.end = "answered"
-        elif step.truncated:
-            episode.end = "environment"
-        elif episode.num_turns >= self._max_turns or self._is_aborted:
-            episode.end = "turns"
 
     def _is_full(self, episode: Episode, params: ARSamplingParams) -> bool:
         """True if another turn could pass a limit."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from unirl.rollout.environments.base import Step
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.media import ImageLists, Texts, shown_pixels
@@ -54,6 +55,14 @@ class Episode:
 
     def fail(self, reason: str) -> None:
         self.end, self.reason = "failed", reason
+
+    def take(self, step: Step[Sequence[Message]]) -> None:
+        """Count what a step earned, and end where the environment ends."""
+        self.reward += step.reward
+        for name, value in step.counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+        if step.terminated or step.truncated:
+            self.end = "answered" if step.terminated else "environment"
 
     def write(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         self.tokens += tokens

@@ -120,8 +120,10 @@ class RayHosting:
         ray = ray_module()
         if not at_once:
             ray.wait([self.member.actor.call.remote("close", ())], timeout=_LEAVE_TIMEOUT_S)
+            # Ray prints a warning for an actor that is killed, but not for one that ends by itself.
+            ray.wait([self.member.actor.__ray_terminate__.remote()], timeout=_LEAVE_TIMEOUT_S)
         ray.kill(self.member.actor, no_restart=True)
-        if ray.wait([self._begun], timeout=0)[0]:
+        if at_once and ray.wait([self._begun], timeout=0)[0]:
             _end_stopped(self._begun)
 
 
