@@ -9,6 +9,7 @@ import threading
 import pytest
 from played_environments import Counting, Fickle, Forgetful, Saved
 
+from unirl.rollout.environments import pool_member, wire
 from unirl.rollout.environments.begun import Lost
 from unirl.rollout.environments.pool_member import PoolMember
 from unirl.rollout.environments.pooled import PooledEnvironments
@@ -158,6 +159,29 @@ def test_a_member_that_dies_is_reported_and_its_episodes_continue_elsewhere(pool
     workers.end(["e0", "e1", "e2", "e3"])
     begun(workers, 4)
     assert pool.all[0].hosted.prepare("turns", None).result()[0].num_episodes == 2, "the new member plays too"
+
+
+def test_a_member_that_leaves_while_it_plays_loses_no_episode(pool):
+    workers = client(pool, Counting())
+    begun(workers, 4)
+    pool.all[0].hosted.close().result()
+    assert observed(workers.step({"e0": "a", "e1": "a", "e2": "a"})) == {"e0": 1, "e1": 11, "e2": 21}
+    assert "it has left the pool" in pool.reported[0]
+
+
+def test_episodes_of_a_client_that_says_nothing_are_forgotten_and_come_back_if_it_does(pool, monkeypatch):
+    silent, other = client(pool, Counting()), client(pool, Counting())
+    begun(silent, 4)
+    silent.step({"e1": "abc"})
+    begun(other, 2)
+    monkeypatch.setattr(pool_member, "FORGET_S", -1.0)
+    other.end(["e0", "e1"])
+    pool.all[0].hosted.prepare("turns", None).result(), pool.all[1].hosted.prepare("turns", None).result()
+    monkeypatch.setattr(pool_member, "FORGET_S", 3600.0)
+    for member in pool.all:
+        member.hosted.play([pool_member.Batch("third", 0, 0, wire.packed([]), 0, 1.0)]).result()
+    assert [member.hosted.prepare("turns", None).result()[0].num_episodes for member in pool.all] == [0, 0]
+    assert observed(silent.step({"e1": "d", "e2": ""})) == {"e1": 14, "e2": 20}
 
 
 def test_all_members_may_die_but_not_again_and_again(pool):

@@ -14,10 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from unirl.rollout.environments import wire
 from unirl.rollout.environments.child import PlayingProcess, Prototype
-from unirl.types.errors import ConfigError, ContractError
+from unirl.rollout.environments.process import Close
+from unirl.types.errors import ConfigError, WorkerError
 
 logger = logging.getLogger(__name__)
+
+FORGET_S = 3600.0
+"""Time after which episodes of a client that says nothing are forgotten: its process may have died."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class SlotState:
 class Batch:
     """Calls to one process, which it answers in order."""
 
+    client: str
+    """Who asks."""
     slot: int
     life: int
     """That of the process which the episodes are in; another one does not know them."""
@@ -74,7 +81,12 @@ class _Slot:
     def __init__(self, prototype: Prototype) -> None:
         self._prototype = prototype
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        self._episodes: set[str] = set()
+        self._episodes: dict[str, set[str]] = {}
+        """Client -> those that have begun."""
+        self._heard: dict[str, float] = {}
+        """Client -> when it asked last."""
+        self._forgotten: set[str] = set()
+        """Clients whose episodes are gone, which they do not know yet."""
         self._death = ""
         self._is_closed = False
         self._changing = threading.Lock()
@@ -91,13 +103,26 @@ class _Slot:
 
     @property
     def state(self) -> SlotState:
-        return SlotState(self.life, len(self._episodes), self._process.pid)
+        return SlotState(self.life, sum(map(len, list(self._episodes.values()))), self._process.pid)
 
     def submit(self, batch: Batch) -> Future[BatchResult]:
-        """Ask the process once those before are answered."""
+        """Ask the process once those before are answered. The future raises WorkerError once this is closed."""
         result: Future[BatchResult] = Future()
-        self._asked.put(_Asked(batch, result))
+        with self._changing:
+            if self._is_closed:
+                result.set_exception(_closed())
+            else:
+                self._asked.put(_Asked(batch, result))
         return result
+
+    def forget_silent(self) -> None:
+        """End the episodes of clients that have asked nothing for long."""
+        for client, heard in list(self._heard.items()):
+            names = tuple(self._episodes.get(client, ()))
+            if names and time.monotonic() - heard > FORGET_S:
+                calls = wire.packed([Close(name) for name in names])
+                self._forgotten.add(client)
+                self.submit(Batch("", 0, self.life, calls, len(names), FORGET_S, ended=names))
 
     def close(self) -> None:
         """Kill the process. Safe to call twice."""
@@ -111,16 +136,20 @@ class _Slot:
             began = time.monotonic()
             try:
                 result = self._played(asked.batch)
-            except (ConfigError, ContractError) as error:
+            except (ConfigError, WorkerError) as error:
                 asked.result.set_exception(error)
             else:
                 asked.result.set_result(result)
             self.busy_s += time.monotonic() - began
 
     def _played(self, batch: Batch) -> BatchResult:
-        """Raises ConfigError if no process can replace one that ends, ContractError once this is closed."""
+        """Raises ConfigError if no process can replace one that ends, WorkerError once this is closed."""
         if batch.life != self.life:
             return BatchResult((), self.life, self._death)
+        if batch.client in self._forgotten:
+            self._forgotten.discard(batch.client)
+            return BatchResult((), self.life, f"forgot a client that was silent for {FORGET_S:.0f} s")
+        self._heard[batch.client] = time.monotonic()
         if self._process.has_ended:
             return self._replaced([], self._process.death(), is_cause=False)
         answers: list[bytes] = []
@@ -133,14 +162,15 @@ class _Slot:
                 answers.append(connection.recv_bytes())
         except (EOFError, OSError):
             return self._replaced(answers, self._process.death())
-        self._episodes.update(batch.begun)
-        self._episodes.difference_update(batch.ended)
+        for name in (*batch.begun, *batch.ended):
+            own = self._episodes.setdefault(client_of(name), set())
+            (own.add if name in batch.begun else own.discard)(name)
         return BatchResult(tuple(answers), self.life)
 
     def _replaced(self, answers: Sequence[bytes], why: str, *, is_cause: bool = True) -> BatchResult:
         with self._changing:
             if self._is_closed:
-                raise ContractError("the pool of environments was closed while it played")
+                raise _closed()
             logger.warning("environments (pid %d) %s; the process is replaced", self._process.pid, why)
             self._process.kill()
             self._process = PlayingProcess(self._prototype)
@@ -176,13 +206,15 @@ class PoolMember:
 
     def _prepared(self, at: str, prototype: Prototype | None) -> list[SlotState] | None:
         if self._is_closed:
-            raise ContractError("the pool of environments is closed")
+            raise _closed()
         if not self._slots:
             if prototype is None:
                 return None
             self._slots, self._at = self._started(prototype), at
         if at != self._at:
             raise ConfigError(f"{at}.pool: the pool plays {self._at}, and only that. Give each environment its own.")
+        for slot in self._slots:
+            slot.forget_silent()
         return [slot.state for slot in self._slots]
 
     def _started(self, prototype: Prototype) -> list[_Slot]:
@@ -220,6 +252,20 @@ class PoolMember:
         self._is_closed = True
         for slot in self._slots:
             slot.close()
+
+
+def full_name(client: str, episode: str) -> str:
+    """An episode's name where those of other clients are too."""
+    return f"{client}:{episode}"
+
+
+def client_of(name: str) -> str:
+    """Whose episode it is."""
+    return name.partition(":")[0]
+
+
+def _closed() -> WorkerError:
+    return WorkerError("a member of a pool of environments", "it has left the pool")
 
 
 def _gathered(futures: Sequence[Future[BatchResult]]) -> Future[list[BatchResult]]:

@@ -12,7 +12,7 @@ from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Task
 from unirl.rollout.environments.begun import MAX_LOSSES, BegunEpisode, Lost
 from unirl.rollout.environments.child import Prototype
-from unirl.rollout.environments.pool_member import Batch, BatchResult, SlotState
+from unirl.rollout.environments.pool_member import Batch, BatchResult, SlotState, full_name
 from unirl.rollout.environments.process import Act, Answer, Call, Close, Raised, Reset, Restore
 from unirl.types.errors import WorkerError
 from unirl.types.protocols.hosting import HostedMember, HostingPool
@@ -230,8 +230,9 @@ class PooledEnvironments:
             yield from zip(batches[key], found, strict=True)
 
     def _batch(self, home: _Home, calls: Sequence[Call]) -> Batch:
-        full = {call.episode: f"{self._client}:{call.episode}" for call in calls}
+        full = {call.episode: full_name(self._client, call.episode) for call in calls}
         return Batch(
+            client=self._client,
             slot=home.slot,
             life=home.life,
             calls=wire.packed([_renamed(call, full[call.episode]) for call in calls]),
