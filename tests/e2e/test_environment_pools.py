@@ -1,5 +1,10 @@
 """Environments in a pool give the bits of processes next to the engine; on other nodes, see `test_episode_runtimes`."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import stopping
 import test_actions
@@ -42,3 +47,12 @@ def test_a_pool_has_the_bits_of_processes_next_to_the_engine(name, tmp_path):
     of_pool = {key.rsplit("/", 1)[1]: value for key, value in pooled[1].items() if key.startswith("perf/pool/env/")}
     assert of_pool.pop("busy_s") > 0
     assert of_pool == {"members": 2, "restarts": 0, "process_restarts": 0}
+
+
+@pytest.mark.ray
+@pytest.mark.matrix
+def test_episodes_of_a_node_that_ends_continue_on_another_one():
+    script = Path(__file__).with_name("pool_on_dying_node.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"observed": [3, 13, 23, 33], "restarts": 1}
