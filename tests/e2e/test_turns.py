@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import stopping
+import torch
 
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
+from unirl.config.runs import run_of
+from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.rollout.environments.tools.base import ToolError
 from unirl.rollout.environments.workers import EnvironmentWorkers
 from unirl.rollout.turns.calls import Turn
+from unirl.trainer.commands import export_recipe
 from unirl.types.episodes import EPISODE
 
 SMALL = [
@@ -138,3 +142,26 @@ def test_fine_tuning_on_conversations_lowers_their_loss_and_samples_for_evaluati
         lines = (tmp_path / "samples" / f"{name}.jsonl").read_text().splitlines()
         ends[name] = {json.loads(line)["metadata"][EPISODE]["end"] for line in lines}
     assert ends["rollout-000006"] == {"given"} and "given" not in ends["eval-000006"]
+
+
+def test_conversations_with_images_are_learned_from_nothing_recorded_resumed_and_exported(tmp_path):
+    register_resolvers()
+    words = [
+        *("batch_size=32", "num_rollouts=6", "media_interval=6", "save.interval=3", "stack.micro_batch_size=32"),
+        *("eval.interval=6", "eval.num_samples=8", "eval.batch_size=8", "eval.pass_prompts=8", "guardrails.action=off"),
+        "backend.scheduler=null",  # whose warm-up takes longer
+    ]
+    _, records = stopping.run(resolve(compose("sft/zoom", words)), tmp_path / "whole")
+    assert records[6]["train/loss"] < 0.8 * records[1]["train/loss"]
+    for line in map(json.loads, (tmp_path / "whole" / "samples" / "rollout-000006.jsonl").read_text().splitlines()):
+        said = line["metadata"][EPISODE]["transcript"]
+        assert [turn["role"] for turn in said] in (["user", "assistant"], ["user", "assistant", "tool", "assistant"])
+        assert [turn.get("images", 0) for turn in said] == [1, 0, 1, 0][: len(said)]
+        assert len(line["given"]) == len(said) / 2
+    stopping.run(resolve(compose("sft/zoom", words)), tmp_path / "stopped", 3)
+    _, resumed = stopping.run(resolve(compose("sft/zoom", [*words, "resume=auto"])), tmp_path / "stopped")
+    assert resumed[6]["train/loss"] == records[6]["train/loss"]
+    folder = tmp_path / "exported"
+    export_recipe(run_of(resolve(compose("sft/zoom", words))), tmp_path / "whole", folder, merged=True)
+    trained, drawn = (QwenVLBundle(str(folder), random_weights=seed).model.state_dict() for seed in (None, 42))
+    assert not any(torch.equal(drawn[name], value) for name, value in trained.items() if value.ndim > 1)

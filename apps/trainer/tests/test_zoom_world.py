@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from unirl.app.environment import register_resolvers
+from unirl.config.check import check_recipe
+from unirl.config.recipes import compose, resolve
 from unirl.data.datasets import read_rows
 from unirl.data.pictures import read_picture
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.rollout.environments.tools.images import Crop
 from unirl.rollout.turns.calls import ToolCall, calls_of
+from unirl.types.errors import ConfigError
 from unirl.types.media import shown_image
+from unirl.types.messages import Message, demonstration
+from unirl.types.recipe import Machine
 from unirl.worlds.zoom import pretrain, world
 from unirl.worlds.zoom.world import LETTERS, Sight, box_of
 
@@ -62,13 +69,60 @@ def test_drawn_sights_keep_to_their_side_and_shares():
 
 def test_the_shipped_files_are_those_that_the_script_writes(tmp_path: Path):
     world.write_prompts(tmp_path)
-    names = [f"{name}.{kind}" for name in ("train", "heldout") for kind in ("jsonl", "png")]
+    names = [f"{name}.{kind}" for name in ("train", "heldout", "solved") for kind in ("jsonl", "png")]
     assert filecmp.cmpfiles(tmp_path, FOLDER / "data", names, shallow=False) == (names, [], [])
     rows = read_rows(FOLDER / "data" / "heldout.jsonl")
     found = world.sights(world.NUM_HELDOUT, np.random.default_rng(1), held_out=True)
     for row, sight in list(zip(rows, found, strict=True))[::40]:
         assert row.metadata == {"answer": sight.letter, "category": sight.category}
         assert (np.asarray(read_picture(row.media[0]) * 255).round().astype(np.uint8) == sight.image()).all()
+
+
+def test_a_solved_conversation_is_what_the_tool_and_its_reader_make_of_it():
+    rows = read_rows(FOLDER / "data" / "solved.jsonl")
+    assert Counter(row.metadata["category"] for row in rows) == {
+        category: share * world.NUM_SOLVED for category, share in world.SHARES.items()
+    }
+    found = world.sights(world.NUM_SOLVED, np.random.default_rng(world.NUM_SOLVED), held_out=False)
+    for row, sight in list(zip(rows, found, strict=True))[::100]:
+        pixels = [read_picture(ref) for ref in row.media]
+        said = demonstration(row.prompt, row.metadata, [shown_image(each) for each in pixels])
+        assert said is not None and said[0] == Message("user", world.PROMPT, said[0].images)
+        assert (np.asarray(pixels[0] * 255).round().astype(np.uint8) == sight.image()).all()
+        assert said[-1] == Message("assistant", sight.letter) and row.metadata["answer"] == sight.letter
+        if sight.category == "large":
+            assert len(said) == 2
+            continue
+        assert said[1] == Message("assistant", pretrain.call_text(sight.box))
+        task: Any = {"images": said[0].images}
+        assert said[2] == Message("tool", "", Crop(min_side=16)({"box": list(sight.box)}, task).images)
+
+
+def test_conversations_with_images_need_a_model_that_reads_them(tmp_path: Path):
+    register_resolvers()
+
+    def found(*words: str) -> str:
+        try:
+            check_recipe(resolve(compose("sft/zoom", list(words))), Machine(num_cpus=8, num_gpus=0))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert found() == ""
+    omni = "bundle._target_=unirl.models.qwen3_omni.bundle.Qwen3OmniThinkerBundle"
+    assert f"{world.NUM_SOLVED} conversations (zoom-solved-0000, " in (
+        said := found(omni, "~bundle.random_weights", "~turns")
+    )
+    assert "Qwen3OmniThinkerBundle reads none there (reads_images_in_turns). Take a model that does" in said
+    path = tmp_path / "data.jsonl"
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+    (tmp_path / "folder").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "folder" / "a.png")
+    path.write_text(json.dumps({**row, "images": ["b.png"]}) + "\n")
+    assert f"{path}:1: the image b.png does not exist" in found(f"data.path={path}")
+    video = {"modality": "video", "role": "condition", "uri": "folder"}
+    path.write_text(json.dumps({**row, "media": [video]}) + "\n")
+    assert "1 conversations (data.jsonl:0) bring media other than images" in found(f"data.path={path}")
 
 
 def test_a_call_is_read_as_it_is_written():

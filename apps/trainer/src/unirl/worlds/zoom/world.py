@@ -7,6 +7,7 @@ unirl.worlds.zoom.world --out DIR` writes the prompt files and their images.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ SIDE, CELL = 128, 32
 """Pixels of an image and of one of its cells."""
 NUM_CELLS = (SIDE // CELL) ** 2
 PROMPT = "which letter?"
-NUM_TRAIN, NUM_HELDOUT = 1280, 400
+NUM_TRAIN, NUM_HELDOUT, NUM_SOLVED = 1280, 400, 2400
 SHEET_COLUMNS = 40
 COLORS = ((255, 255, 255), (255, 221, 68), (119, 238, 119), (119, 204, 255), (255, 153, 204))
 GROUNDS = ((0, 0, 0), (34, 34, 68), (68, 17, 17), (17, 51, 34), (51, 51, 51))
@@ -107,23 +108,50 @@ def sights(
 
 
 def write_prompts(folder: Path) -> None:
-    """`train.jsonl`, `heldout.jsonl` and a sheet of images for each, the same at every call."""
+    """`train.jsonl`, `heldout.jsonl` and `solved.jsonl`, and a sheet of images for each, the same at every call."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (name, num) in enumerate((("train", NUM_TRAIN), ("heldout", NUM_HELDOUT))):
         found = sights(num, np.random.default_rng(seed), held_out=name == "heldout")
         write_rows(folder / f"{name}.jsonl", (_row(name, place, sight) for place, sight in enumerate(found)))
         _write_sheet(folder / f"{name}.png", found)
+    found = sights(NUM_SOLVED, np.random.default_rng(NUM_SOLVED), held_out=False)
+    write_rows(folder / "solved.jsonl", (solved(place, sight) for place, sight in enumerate(found)))
+    _write_sheet(folder / "solved.png", found)
 
 
 def _row(name: str, place: int, sight: Sight) -> dict[str, object]:
-    left, top = place % SHEET_COLUMNS * SIDE, place // SHEET_COLUMNS * SIDE
-    uri = f"{name}.png#xywh={left},{top},{SIDE},{SIDE}"
     return {
         "prompt": PROMPT,
         "prompt_id": f"zoom-{name}-{place:04d}",
-        "media": [{"modality": "image", "role": "condition", "uri": uri}],
+        "media": [{"modality": "image", "role": "condition", "uri": _uri(name, place)}],
         "metadata": {"answer": sight.letter, "category": sight.category},
     }
+
+
+def solved(place: int, sight: Sight) -> dict[str, object]:
+    """A conversation that looks closer where it is needed, as fine-tuning files with images write it."""
+    said: list[dict[str, object]] = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
+    images = [_uri("solved", place)]
+    if sight.category == "small":
+        call = {"name": "crop", "arguments": json.dumps({"box": list(sight.box)})}
+        said += [
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "content": [{"type": "image"}]},
+        ]
+        images.append(_uri("solved", place, sight.box))
+    return {
+        "messages": [*said, {"role": "assistant", "content": sight.letter}],
+        "images": images,
+        "prompt_id": f"zoom-solved-{place:04d}",
+        "metadata": {"answer": sight.letter, "category": sight.category},
+    }
+
+
+def _uri(name: str, place: int, box: tuple[int, int, int, int] = (0, 0, SIDE, SIDE)) -> str:
+    """A part of an image of a sheet."""
+    left, top, right, bottom = box
+    x, y = place % SHEET_COLUMNS * SIDE + left, place // SHEET_COLUMNS * SIDE + top
+    return f"{name}.png#xywh={x},{y},{right - left},{bottom - top}"
 
 
 def _write_sheet(path: Path, found: Sequence[Sight]) -> None:
