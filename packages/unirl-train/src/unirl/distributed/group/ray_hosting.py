@@ -178,7 +178,7 @@ class RayHostedPool:
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         own = alive if plan.nodes is None else [nodes[number] for number in plan.nodes]
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
+            ray.get_runtime_context().get_node_id(), soft=False
         )
         keeper = ray.remote(Keeper).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
         pool = cls(plan.name, keeper.remote(plan, own, start_timeout_s, sys.path))
