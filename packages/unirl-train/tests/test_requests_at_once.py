@@ -167,9 +167,19 @@ def test_one_request_at_once_waits_for_its_slowest_call(tmp_path: Path):
 def two_versions(own: Served) -> None:
     """Let all members hold a call of request 1 until rollout 0 is trained on and the push waits for them: the last call
     begins after the push."""
-    is_trained = threading.Event()
+    is_trained, is_asked = threading.Event(), threading.Event()
+    num_begun = itertools.count(1)
+    made = own.trainer.collector.made
+
+    def in_order(req: RolloutReq, *begun: Any) -> Any:
+        # Calls of request 1 on all members would keep those of request 0 waiting, which are to be trained on first.
+        if req.number == 1:
+            assert is_asked.wait(WAIT_S)
+        return made(req, *begun)
 
     def then(member: Any, req: RolloutReq) -> None:
+        if req.number == 0 and next(num_begun) == 4:
+            is_asked.set()
         if req.number == 1 and member.worker.component("engine").version == 0:
             assert is_trained.wait(WAIT_S)
             deadline = time.monotonic() + WAIT_S
@@ -177,6 +187,7 @@ def two_versions(own: Served) -> None:
                 time.sleep(0.005)
 
     own.part("stack").then = lambda num: is_trained.set()
+    own.trainer.collector.made = in_order
     own.each_call(then)
 
 
