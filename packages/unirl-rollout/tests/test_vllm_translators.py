@@ -159,6 +159,13 @@ def test_an_aborted_sample_keeps_what_it_had_even_if_that_is_nothing():
     assert segment.status is not None and set(segment.status.tolist()) == {SegmentStatus.ABORTED}
 
 
+def test_a_sample_that_is_aborted_in_the_step_of_its_last_token_is_whole():
+    answer = Generations(4, [[5, 0], [5, 6, 5, 6], [5, 6]], [[-0.5] * 2, [-0.5] * 4, [-0.5] * 2], ["abort"] * 3)
+    segment = text_segment(answer, call(3), PARAMS)
+    assert segment.status is not None
+    assert segment.status.tolist() == [SegmentStatus.COMPLETED, SegmentStatus.TRUNCATED, SegmentStatus.ABORTED]
+
+
 def test_greedy_samples_have_no_log_probs():
     greedy = ARSamplingParams(temperature=0, max_new_tokens=4)
     assert text_segment(Generations(4, [[0]], [[0.0]], ["stop"]), call(1), greedy).log_probs is None
@@ -354,3 +361,7 @@ def test_what_wrote_a_placeholder_of_a_medium_begins_anew():
     whole = text_segment(answer, dataclasses.replace(made, stop_token_ids=[0]), PARAMS, begun)
     assert [row.tolist() for row in whole.unpack("tokens")] == [[5, 0], [7, 0], [9, 1, 1, 1]]
     assert [row.tolist() for row in whole.unpack("versions")] == [[3, 4], [4, 4], [3, 3, 3, 3]]
+    answer = Generations(4, [[7, 7, 7], [7, 7, 7]], [[-1.0] * 3] * 2, ["abort", "abort"])
+    whole = text_segment(answer, dataclasses.replace(made, stop_token_ids=[0]), PARAMS, begun)
+    assert whole.status is not None
+    assert whole.status.tolist()[:2] == [SegmentStatus.TRUNCATED, SegmentStatus.ABORTED], "the budget is what is left"

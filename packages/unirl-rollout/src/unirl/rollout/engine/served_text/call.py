@@ -269,7 +269,7 @@ def text_segment(
     unknown = sorted(set(answer.finish_reasons) - set(_STATUS))
     if unknown:
         raise ContractError(f"the engine ended samples with {unknown}; known are {sorted(_STATUS)}")
-    status = [_STATUS[reason] for reason in answer.finish_reasons]
+    status = [_ending(answer, call, row) for row in range(num)]
     log_probs = [torch.tensor(values, dtype=torch.float32) for values in answer.log_probs]
     segment = TextSegment.pack(
         tokens=[torch.tensor(tokens, dtype=torch.long) for tokens in answer.tokens],
@@ -281,6 +281,16 @@ def text_segment(
         segment = begun.whole(segment, answer.policy_version)
     verify_finished(segment, params, call.stop_token_ids)
     return segment
+
+
+def _ending(answer: Generations, call: Generate, row: int) -> SegmentStatus:
+    """How a sample ended. An abort in the step of its last token hides that it is whole."""
+    tokens, ending = answer.tokens[row], _STATUS[answer.finish_reasons[row]]
+    if ending != SegmentStatus.ABORTED or not tokens:
+        return ending
+    if tokens[-1] in call.stop_token_ids:
+        return SegmentStatus.COMPLETED
+    return SegmentStatus.TRUNCATED if len(tokens) == call.budget(row) else ending
 
 
 def text_track(
