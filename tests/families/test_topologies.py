@@ -7,6 +7,8 @@ import fcntl
 import importlib
 import math
 import os
+import shutil
+import warnings
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ class Runs:
             if not (folder / "outcome").exists():
                 (folder / "outcome").write_text("another process's ranks did not end")
                 try:
-                    ranks_of_train.results_of_ranks(job, folder, num_ranks)
+                    self._run(job, folder, num_ranks)
                 except AssertionError as failed:
                     (folder / "outcome").write_text(str(failed))
                 else:
@@ -94,6 +96,20 @@ class Runs:
             failure = (folder / "outcome").read_text()
         assert not failure, failure
         return ranks_of_train.saved_results(folder, num_ranks)
+
+    @staticmethod
+    def _run(job: Any, folder: Path, num_ranks: int) -> None:
+        """Once more if a library aborts a rank, which is said."""
+        try:
+            ranks_of_train.results_of_ranks(job, folder, num_ranks)
+        except ranks_of_train.RankAborted as aborted:
+            warnings.warn(f"the ranks of {folder.name} run again: {aborted}", stacklevel=1)
+            for left in folder.iterdir():
+                if left.is_dir():
+                    shutil.rmtree(left)
+                elif left.name not in ("lock", "outcome"):
+                    left.unlink()
+            ranks_of_train.results_of_ranks(job, folder, num_ranks)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -40,12 +41,16 @@ def forkserver() -> Any:  # Any: the context's own class is private
     return context
 
 
+class RankAborted(AssertionError):
+    """A library ended a rank by SIGABRT. Seen with gloo, in one of some hundred groups, without a cause in the job."""
+
+
 def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     """What `job()` returns on each rank, through files in `folder`.
 
     job: a function of a module, or a `partial` of one, which the processes import.
     folder: without what an earlier group has left, since its store leads to processes that are gone.
-    Raises AssertionError with the tracebacks of the ranks that failed.
+    Raises AssertionError with the tracebacks of the ranks that failed, RankAborted if one of them was aborted.
     """
     context = forkserver()
     processes = [context.Process(target=_run, args=(job, rank, world_size, folder)) for rank in range(world_size)]
@@ -61,7 +66,8 @@ def results_of_ranks(job: Job, folder: Path, world_size: int = 2) -> list[Any]:
     failures = [path.read_text() for rank in range(world_size) if (path := folder / f"failure-{rank}").is_file()]
     if failures or codes != [0] * world_size:
         said = [(folder / f"stderr-{rank}").read_text()[-8000:] for rank in range(world_size)]
-        raise AssertionError("\n".join([*said, *failures, f"ranks ended with {codes}"]))
+        error = RankAborted if -signal.SIGABRT in codes else AssertionError
+        raise error("\n".join([*said, *failures, f"ranks ended with {codes}"]))
     return saved_results(folder, world_size)
 
 
