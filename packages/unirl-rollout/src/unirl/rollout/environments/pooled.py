@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.rollout.environments import wire
@@ -235,7 +235,7 @@ class PooledEnvironments:
             client=self._client,
             slot=home.slot,
             life=home.life,
-            calls=wire.packed([_renamed(call, full[call.episode]) for call in calls]),
+            calls=wire.packed([replace(call, episode=full[call.episode]) for call in calls]),
             num_calls=len(calls),
             timeout_s=self._step_timeout_s,
             begun=tuple(full[call.episode] for call in calls if isinstance(call, (Reset, Restore))),
@@ -270,12 +270,3 @@ class PooledEnvironments:
 
     def _lose(self, name: str, reason: str) -> None:
         self._episodes[name].lost = reason
-
-
-def _renamed(call: Call, name: str) -> Call:
-    """The call as the process knows the episode."""
-    if isinstance(call, Reset):
-        return Reset(name, call.task, call.seed)
-    if isinstance(call, Act):
-        return Act(name, call.action)
-    return Restore(name, call.state) if isinstance(call, Restore) else Close(name)
