@@ -18,7 +18,7 @@ from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
 from unirl.models.diffusers_pipeline.resting import Resting
-from unirl.models.diffusers_pipeline.rules import AttentionBackend, attention_problem, span_problem
+from unirl.models.diffusers_pipeline.rules import AttentionBackend, not_dispatched, span_problem
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
 from unirl.models.extras import from_extra
@@ -116,9 +116,8 @@ class DiffusersBundle(Bundle):
             if problem is not None:
                 raise ConfigError(f"vae_tile_frames = {vae_tile_frames} {problem}")
         model_dtype = dtype_named(dtype, "dtype")
-        problem = attention_problem(attention_backend, self.family, takes_others=self.takes_attention_backend)
-        if problem is not None:
-            raise ConfigError(f"attention_backend = {attention_backend} {problem}")
+        if attention_backend is not None and not self.takes_attention_backend:
+            raise ConfigError(f"attention_backend = {attention_backend} {not_dispatched(self.family)}")
         dtypes = {
             Role.TRAINED: model_dtype,
             Role.FROZEN: model_dtype,

@@ -127,18 +127,15 @@ def attention_is_dispatched(own: Part, run: Run) -> Messages:
     name = own.node.get("attention_backend")
     if name is None:
         return
-    problem = attention_problem(name, own.name, takes_others=own.ability("takes_attention_backend"))
-    size = run.policy_of(own).ranks_per_sample
-    if problem is None and size > 1:
-        problem = f"computes attention of whole samples, and topology.sp = {size} spreads their tokens. Remove one."
-    if problem is not None:
-        yield f"{own.at}.attention_backend = {name} {problem}"
+    at, size = f"{own.at}.attention_backend = {name}", run.policy_of(own).ranks_per_sample
+    if not own.ability("takes_attention_backend"):
+        yield f"{at} {not_dispatched(own.name)}"
+    elif size > 1:
+        yield f"{at} computes attention of whole samples, and topology.sp = {size} spreads their tokens. Remove one."
 
 
-def attention_problem(name: str | None, family: str, *, takes_others: bool) -> str | None:
-    """Why a kernel cannot compute the attention of a family; None where it can."""
-    if name is None or takes_others:
-        return None
+def not_dispatched(family: str) -> str:
+    """Why no other kernel computes the attention of a family."""
     return f"changes nothing: the model of {family} in diffusers calls torch's attention. Remove it."
 
 
