@@ -21,7 +21,7 @@ from unirl.types.recipe import Fault, Machine, Messages, Part, Run
 ANSWER_KEY = "answer_key"
 """Keyword of scorers that compare with an answer in the data: the key of a row that holds it; "answer" by default."""
 
-SHOWN = ("image", "condition")
+IMAGE_SHOWN = ("image", "condition")
 """Modality and role of what conversations show."""
 MEANING = "meaning"
 """Keyword of scorers whose grammar reads a field of the metadata in place of the prompt: its name; None: the prompt."""
@@ -97,7 +97,7 @@ def conversations_are_seen(name: str, path: str, rows: Sequence[PromptRow], run:
     if not run.engine.ability("needs_texts"):
         return
     given = [row for row in rows if brings_conversation(row.metadata)]
-    others = [row.prompt_id for row in given if any((ref.modality, ref.role) != SHOWN for ref in row.media)]
+    others = [row.prompt_id for row in given if any((ref.modality, ref.role) != IMAGE_SHOWN for ref in row.media)]
     if others:
         yield (
             f"{name} = {path}: {len(others)} conversations ({', '.join(others[:4])}) bring media other than images. "
