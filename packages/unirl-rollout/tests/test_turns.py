@@ -234,7 +234,7 @@ def test_the_model_writes_for_one_part_while_the_environment_answers_another(sta
     engine = TurnsEngine(
         TimedEngine(codec, script, noted), codec, environment=Echo(), max_turns=4, pipeline_stages=stages
     )
-    for workers in engine._workers:
+    for workers in engine._parts._workers:
         monkeypatch.setattr(workers, "step", slowly(workers.step, noted))
     engine.generate(request([f"7 {row}" for row in range(4)], PARAMS))
     engine.shutdown()

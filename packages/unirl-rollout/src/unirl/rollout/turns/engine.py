@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,17 +11,18 @@ import torch
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.begun import Lost
-from unirl.rollout.environments.playing import PlaysEpisodes, ProcessLimits
+from unirl.rollout.environments.playing import ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
 from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
 from unirl.rollout.turns.episodes import SECONDS, Episode, next_request, track_of
+from unirl.rollout.turns.parts import Part, Parts
 from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
 from unirl.sde.noise import noise_seed
 from unirl.types.bounds import Positive, PositiveInt, bounded
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.episodes import EPISODE
-from unirl.types.errors import ConfigError, ContractError, DataError, RefusedError
+from unirl.types.errors import ConfigError, DataError, RefusedError
 from unirl.types.media import ImageLists, Texts, shown_pixels
 from unirl.types.messages import Message, ShownImage, brings_conversation
 from unirl.types.noise import noise_key
@@ -36,31 +34,6 @@ from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
-
-
-@dataclass
-class _Part:
-    """Episodes that take their turns together."""
-
-    workers: PlaysEpisodes
-    num_turns: int = 0
-    acting: dict[str, Episode] = field(default_factory=dict)
-    """Those that the environment answers, by name."""
-    answer: Future[tuple[dict[str, Any], float]] | None = None  # Any: steps
-    is_over: bool = False
-
-
-def _timed(
-    step: Callable[[Mapping[str, Turn]], dict[str, Any]], actions: Mapping[str, Turn]
-) -> tuple[dict[str, Any], float]:
-    """What the environment answers, and the seconds that it took."""
-    started = time.perf_counter()
-    return step(actions), time.perf_counter() - started
-
-
-def _begun(workers: PlaysEpisodes, tasks: Mapping[str, tuple[Task, int]]) -> dict[str, Any]:
-    """What each episode observes first."""
-    return workers.reset(tasks)
 
 
 @bounded("turns")
@@ -125,17 +98,19 @@ class TurnsEngine(BaseRolloutEngine):
                 pipeline.offer_tools(introduction.tools)
         if introduction.system_prompt is not None:
             pipeline.set_system_prompt(introduction.system_prompt)
-        self._environment, self._limits = environment, ProcessLimits(step_timeout_s, memory_gb)
-        self._workers = [self._limits.next_to_us(environment, num_workers or 1) for _ in range(pipeline_stages)]
-        self._waits_for_pool = pool is not None
-        self._answering = ThreadPoolExecutor(pipeline_stages, "unirl-environment")
+        self._parts = Parts(
+            environment,
+            ProcessLimits(step_timeout_s, memory_gb),
+            num_parts=pipeline_stages,
+            num_workers=num_workers or 1,
+            waits_for_pool=pool is not None,
+        )
         self._listener: ChunkListener | None = None
         self._is_aborted = False
 
     def play_in(self, pool: HostingPool) -> None:
         """Let the processes of a pool play. Called once, before the first episode."""
-        self._workers = [self._limits.in_pool(self._environment, pool, "turns") for _ in self._workers]
-        self._waits_for_pool = False
+        self._parts.play_in(pool)
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def check_prompts(self, req: RolloutReq) -> None:
@@ -155,8 +130,7 @@ class TurnsEngine(BaseRolloutEngine):
         """
         if self._is_given(req):
             return self._engine.generate(req, policy)
-        if self._waits_for_pool:
-            raise ContractError("turns.pool is set, and no pool was given: play_in comes before generate")
+        self._parts.require_players()
         self._is_aborted = False
         params = text_params(req)
         names = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
@@ -164,8 +138,7 @@ class TurnsEngine(BaseRolloutEngine):
             req, episodes, conditions = self._begun(req, params, names)
             track_name = self._play(req, episodes, conditions, names, policy)
         finally:
-            for workers in self._workers:
-                workers.end(names)
+            self._parts.end(names)
         resp = RolloutResp(tracks={track_name: track_of(req, params, episodes, conditions)})
         if self._listener is not None:
             self._listener(resp)
@@ -182,20 +155,16 @@ class TurnsEngine(BaseRolloutEngine):
         """The request with the prompts that the environment replaces, its episodes, and their conditions."""
         texts = req.texts
         shown = images_of_prompts(req)
-        started = time.perf_counter()
         known: dict[int, ShownImage] = {}
-        tasks: list[dict[str, tuple[Task, int]]] = [{} for _ in self._workers]
+        tasks: dict[str, tuple[Task, int]] = {}
         for number, (name, row, group) in enumerate(zip(names, req.rows, req.group_ids, strict=True)):
             # Episodes of a group begin equally.
             seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
             task = {**row, "prompt": texts[number]}
             if shown is not None:
                 task["images"] = tuple(message_image(image, known) for image in shown.images[number])
-            tasks[number % len(tasks)][name] = task, seed
-        opened: dict[str, Any] = {}  # Any: what each observes first
-        for part in self._answering.map(_begun, self._workers, tasks):
-            opened.update(part)
-        took_s = time.perf_counter() - started
+            tasks[name] = task, seed
+        opened, took_s = self._parts.reset(tasks)
         if shown is None and self._shows_images:
             shown = ImageLists(images=[[] for _ in names])
         for place, name in enumerate(names):
@@ -244,11 +213,11 @@ class TurnsEngine(BaseRolloutEngine):
         policy: str | None,
     ) -> str:
         """Let all episodes come to their end. Returns the name of the engine's track."""
-        parts = [_Part(workers) for workers in self._workers]
+        parts = self._parts.fresh()
         track_name = ""
-        for number, part in itertools.cycle(enumerate(parts)):
+        for part in itertools.cycle(parts):
             self._settle(part, text_params(req))
-            going = [row for row in range(number, len(episodes), len(parts)) if episodes[row].end is None]
+            going = [row for row in range(part.number, len(episodes), len(parts)) if episodes[row].end is None]
             if track_name and not part.is_over:
                 part.is_over = not (self._any_rank(bool(going)) if self._any_rank else going)
             if all(each.is_over for each in parts):
@@ -273,8 +242,7 @@ class TurnsEngine(BaseRolloutEngine):
                 self._take(resp.root_track(), [episodes[row] for row in rows])
                 part.acting = {names[row]: episodes[row] for row in rows if episodes[row].end is None}
                 # Tokenizers are for one thread: only the environment works in the other.
-                actions = {name: self._turn(episode) for name, episode in part.acting.items()}
-                part.answer = self._answering.submit(_timed, part.workers.step, actions)
+                self._parts.step(part, {name: self._turn(episode) for name, episode in part.acting.items()})
         raise AssertionError("a cycle has no end")
 
     def _take(self, track: RolloutTrack, episodes: Sequence[Episode]) -> None:
@@ -295,7 +263,7 @@ class TurnsEngine(BaseRolloutEngine):
             if status[row] != SegmentStatus.COMPLETED:
                 episode.end = "length"
 
-    def _settle(self, part: _Part, params: ARSamplingParams) -> None:
+    def _settle(self, part: Part, params: ARSamplingParams) -> None:
         """Wait for what the environment answers to the last turns of a part, and let its episodes read it."""
         if part.answer is None:
             return
@@ -365,9 +333,7 @@ class TurnsEngine(BaseRolloutEngine):
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def shutdown(self) -> None:
         """The engine, and the processes of the environment."""
-        self._answering.shutdown()
-        for workers in self._workers:
-            workers.close()
+        self._parts.shutdown()
         self._engine.shutdown()
 
 

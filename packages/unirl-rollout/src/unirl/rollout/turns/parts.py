@@ -1,0 +1,104 @@
+"""The environment's side of turns: the parts of a batch, and what plays their episodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirl.rollout.environments.base import Task
+from unirl.rollout.environments.playing import PlaysEpisodes, ProcessLimits
+from unirl.rollout.environments.text import TextEnvironment
+from unirl.rollout.turns.calls import Turn
+from unirl.rollout.turns.episodes import Episode
+from unirl.types.errors import ContractError
+from unirl.types.protocols.hosting import HostingPool
+
+
+@dataclass
+class Part:
+    """Episodes that take their turns together."""
+
+    number: int
+    num_turns: int = 0
+    acting: dict[str, Episode] = field(default_factory=dict)
+    """Those that the environment answers, by name."""
+    answer: Future[tuple[dict[str, Any], float]] | None = None  # Any: steps
+    is_over: bool = False
+
+
+class Parts:
+    """What plays the episodes of each part of a batch: row r is in part r % num_parts.
+
+    num_workers: processes of a part. waits_for_pool: a pool plays them, and is given later.
+    """
+
+    def __init__(
+        self,
+        environment: TextEnvironment,
+        limits: ProcessLimits,
+        *,
+        num_parts: int,
+        num_workers: int,
+        waits_for_pool: bool,
+    ) -> None:
+        self._environment, self._limits = environment, limits
+        self._waits_for_pool = waits_for_pool
+        self._workers = [limits.next_to_us(environment, num_workers) for _ in range(num_parts)]
+        self._answering = ThreadPoolExecutor(num_parts, "unirl-environment")
+
+    def play_in(self, pool: HostingPool) -> None:
+        """Let the processes of a pool play. Called before the first episode."""
+        self._workers = [self._limits.in_pool(self._environment, pool, "turns") for _ in self._workers]
+        self._waits_for_pool = False
+
+    def require_players(self) -> None:
+        """Raise ContractError if the pool was not given."""
+        if self._waits_for_pool:
+            raise ContractError("turns.pool is set, and no pool was given: play_in comes before generate")
+
+    def fresh(self) -> list[Part]:
+        """The parts of a batch that begins."""
+        return [Part(number) for number in range(len(self._workers))]
+
+    def reset(self, tasks: Mapping[str, tuple[Task, int]]) -> tuple[dict[str, Any], float]:  # Any: see Environment
+        """Begin the episodes of a batch: name -> (task, seed) in the order of its rows. Returns what each observes
+        first, or `Lost`, and the seconds that it took."""
+        started = time.perf_counter()
+        cut: list[dict[str, tuple[Task, int]]] = [{} for _ in self._workers]
+        for row, (name, task) in enumerate(tasks.items()):
+            cut[row % len(cut)][name] = task
+        opened: dict[str, Any] = {}
+        for part in self._answering.map(_reset, self._workers, cut):
+            opened.update(part)
+        return opened, time.perf_counter() - started
+
+    def step(self, part: Part, actions: Mapping[str, Turn]) -> None:
+        """Let the environment answer the episodes of a part, in a thread: `part.answer` has the `Step` or `Lost` of
+        each, and the seconds that it took."""
+        part.answer = self._answering.submit(_timed, self._workers[part.number].step, actions)
+
+    def end(self, names: Sequence[str]) -> None:
+        """Forget episodes."""
+        for workers in self._workers:
+            workers.end(names)
+
+    def shutdown(self) -> None:
+        """End the processes that are ours."""
+        self._answering.shutdown()
+        for workers in self._workers:
+            workers.close()
+
+
+def _reset(workers: PlaysEpisodes, tasks: Mapping[str, tuple[Task, int]]) -> dict[str, Any]:  # Any: see Environment
+    return workers.reset(tasks)
+
+
+def _timed(
+    step: Callable[[Mapping[str, Turn]], dict[str, Any]], actions: Mapping[str, Turn]
+) -> tuple[dict[str, Any], float]:
+    """What the environment answers, and the seconds that it took."""
+    started = time.perf_counter()
+    return step(actions), time.perf_counter() - started
