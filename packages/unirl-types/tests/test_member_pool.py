@@ -298,3 +298,36 @@ def test_a_message_that_cannot_be_made_leaves_its_member_free():
     with pytest.raises(ContractError, match="no such sample"):
         list(pool.answers([0], prepare, lambda answer: answer, 1, door))
     assert door.over == [(0, False)] and set(asked(pool, 2)) == {0, 1}
+
+
+def test_a_call_that_is_made_in_parts_is_continued_by_who_began_it():
+    begun, parts = {}, {number: [] for number in range(4)}
+    everyone = threading.Barrier(4)
+
+    class Member(FakeMember):
+        def call(self, message):
+            if isinstance(message, int):
+                everyone.wait(60)  # so that each begins one
+            return super().call(message)
+
+    def go_on(number, answer):
+        parts[number].append(answer[1])
+        begun.setdefault(number, answer[1])
+        return f"more of {number}" if len(parts[number]) < 3 else None
+
+    members: Any = [Member(pid) for pid in (1, 2, 3, 4)]
+    pool = MemberPool(members, lambda member: None)
+    found = dict(pool.answers(range(4), lambda number: number, lambda answer: answer, go_on=go_on))
+    assert sorted(begun.values()) == [1, 2, 3, 4] and sorted(found) == [0, 1, 2, 3]
+    assert parts == {number: [pid] * 3 for number, pid in begun.items()}
+
+
+def test_a_call_whose_first_member_has_died_is_continued_by_another():
+    members: Any = [FakeMember(1, {"more"}), FakeMember(2)]
+    pool = MemberPool(members, lambda member: None)
+    found = dict(
+        pool.answers(
+            [0], lambda _: "first", lambda answer: answer, go_on=lambda _, said: "more" if said[0] == "first" else None
+        )
+    )
+    assert found[0][0] == "more" and members[0].asked[:2] == ["first", "more"]

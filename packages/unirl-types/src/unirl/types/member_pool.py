@@ -8,7 +8,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from unirl.types.errors import ConfigError, UniRLError, WorkerError
@@ -122,7 +122,7 @@ def _is_whole(number: int, answer: object) -> None:
 
 
 @dataclass(eq=False)
-class _Caller:
+class _Caller(Generic[MemberT]):
     """The calls of one `answers` that have not begun."""
 
     todo: deque[int]
@@ -130,6 +130,8 @@ class _Caller:
     gate: Gate
     ended: queue.SimpleQueue[Future[Any] | None]  # Any: AnswerT
     """Its calls that have ended; None where something else may let the next one begin."""
+    begun_by: dict[int, MemberT] = field(default_factory=dict)
+    """Who has made a part of a call, and may have kept what continues it."""
 
     @property
     def waits_for_a_member(self) -> bool:
@@ -162,7 +164,7 @@ class MemberPool(Generic[MemberT]):
         """Guards the members, what they do, and who waits for them."""
         self._calls: Counter[MemberT] = Counter()
         """Calls that run."""
-        self._callers: list[_Caller] = []
+        self._callers: list[_Caller[MemberT]] = []
         """Those who have calls to make, in the order in which they came."""
         self._starting = threading.Lock()
         self._is_stopped = False
@@ -225,13 +227,14 @@ class MemberPool(Generic[MemberT]):
         that dies go to the others. Where several threads ask, calls begin in the order in which the threads came.
         at_once: calls that a member has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
         a member is free. read: of an answer, in a thread, while the member's files are there. go_on: a message that
-        continues a call whose answer is only a part, which then begins again; None: it is whole.
+        continues a call whose answer is only a part, which then begins again, rather with the same member; None: it
+        is whole.
         """
         wait(self._left)
         losses, messages = dict.fromkeys(numbers, 0), dict[int, Message]()
         running: dict[Future[Any], int] = {}  # Any: AnswerT
         finished: deque[tuple[int, AnswerT]] = deque()
-        own = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
+        own: _Caller[MemberT] = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
         with self._changing:
             self._callers.append(own)
         try:
@@ -249,6 +252,7 @@ class MemberPool(Generic[MemberT]):
                         self._ended(member, own, number, is_answered=False)
                         raise
                     running[future] = number
+                    own.begun_by[number] = member
                     future.add_done_callback(own.ended.put)
                 while finished:  # what the caller does with them, it does while the members work
                     yield finished.popleft()
@@ -283,21 +287,23 @@ class MemberPool(Generic[MemberT]):
             for caller in self._callers:
                 caller.ended.put(None)
 
-    def _claimed(self, own: _Caller) -> tuple[int, MemberT] | None:
+    def _claimed(self, own: _Caller[MemberT]) -> tuple[int, MemberT] | None:
         """The next call of a caller, and who gets it; None if no member is free, or others come first."""
         with self._changing:
-            if not self._is_next(own) or (member := self._least_busy(own.at_once)) is None:
+            if not self._is_next(own) or (freest := self._least_busy(own.at_once)) is None:
                 return None
             number = next((number for number in own.todo if own.gate.begin(number)), None)
             if number is None:
                 return None
+            begun_by = own.begun_by.get(number)
+            member = begun_by if begun_by is not None and self._is_free(begun_by, own.at_once) else freest
             own.todo.remove(number)
             self._calls[member] += 1
             if not own.waits_for_a_member:
                 self._wake_next()
             return number, member
 
-    def _is_next(self, own: _Caller) -> bool:
+    def _is_next(self, own: _Caller[MemberT]) -> bool:
         """True if no one who came before has a call that could begin."""
         for caller in self._callers:
             if caller is own:
@@ -313,14 +319,19 @@ class MemberPool(Generic[MemberT]):
             if caller is not None:
                 caller.ended.put(None)
 
-    def _will_wake(self, own: _Caller) -> bool:
+    def _will_wake(self, own: _Caller[MemberT]) -> bool:
         """True if something will happen that this caller is told of."""
         with self._changing:
             is_due = self._is_next(own) and own.waits_for_a_member
             return not is_due or bool(self._healing) or any(self._calls.values())
 
     def _asked(
-        self, member: MemberT, message: Message, read: Callable[[Message], AnswerT], caller: _Caller, number: int
+        self,
+        member: MemberT,
+        message: Message,
+        read: Callable[[Message], AnswerT],
+        caller: _Caller[MemberT],
+        number: int,
     ) -> AnswerT | _Lost:
         is_answered = False
         try:
@@ -335,7 +346,7 @@ class MemberPool(Generic[MemberT]):
             self._ended(member, caller, number, is_answered=is_answered)
         return answer
 
-    def _ended(self, member: MemberT, caller: _Caller, number: int, *, is_answered: bool) -> None:
+    def _ended(self, member: MemberT, caller: _Caller[MemberT], number: int, *, is_answered: bool) -> None:
         with self._changing:
             self._calls[member] -= 1
         caller.gate.ended(number, is_answered=is_answered)
@@ -393,6 +404,11 @@ class MemberPool(Generic[MemberT]):
                     return member
                 found, fewest = member, num
         return found
+
+    def _is_free(self, member: MemberT, at_once: int) -> bool:
+        """True if a member works here, and has fewer calls than `at_once`."""
+        is_here = member in self._members and member not in self._healing.values()
+        return is_here and member.is_alive and self._calls[member] < at_once
 
     def _replace_dead(self) -> None:
         """Begin to replace the dead; not those with calls that run, whose answers may still be read."""

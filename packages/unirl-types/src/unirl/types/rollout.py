@@ -187,7 +187,7 @@ class RolloutTrack(Batch):
         if self.last_versions is not None or versions_B is None:
             return self
         if isinstance(segment, TextSegment):
-            segment = segment.replace(versions=versions_B.repeat_interleave(segment.lengths.to(versions_B.device)))
+            segment = segment.replace(versions=segment.versions_by_token(versions_B))
         return self.replace(last_versions=versions_B, segment=segment)
 
     @property

@@ -74,6 +74,12 @@ class TextSegment(Segment):
         """[N] bool, the loss mask, or all True where there is none."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
 
+    def versions_by_token(self, versions_B: Tensor) -> Tensor:
+        """[N] int64, `versions`, or where there are none those of the samples, `versions_B` [B]."""
+        if self.versions is not None:
+            return self.versions
+        return versions_B.repeat_interleave(self.lengths.to(versions_B.device))
+
 
 @dataclass(kw_only=True, eq=False)
 class LatentSegment(Segment):
