@@ -3,6 +3,7 @@
 import torch
 from text_fakes import NumberCodec
 
+from unirl.rollout.engine.begun_texts import BegunTexts, mark_versions
 from unirl.rollout.text_checks import prompt_conditions
 from unirl.types.conditions import Bridge
 from unirl.types.episodes import EPISODE
@@ -93,3 +94,40 @@ def _end(row):
 
 def rows(track, name):
     return [row.tolist() for row in track.segment.unpack(name)]
+
+
+class CutEngine(ScriptedEngine):
+    """As ScriptedEngine, which its owner's `abort` ends in call number `cut_at` after `num_tokens` tokens of each row,
+    or of the next turn if that was none. Continues what was begun; `version` is what it says of its policy."""
+
+    def __init__(self, codec, script):
+        super().__init__(codec, script)
+        self.cut_at, self.num_tokens, self.version, self.owner = None, 0, 4, None
+
+    def generate(self, req, policy=None):
+        number = len(self.asked)
+        self.asked.append(req)
+        conditions = prompt_conditions(req, self.codec)
+        own = BegunTexts.of(req, ())
+        prompts = [row.tolist() for row in conditions["prompt"].unpack("tokens")]
+        whole = [self.script[tuple(prompts[row])] for row in own.rows]
+        ends = [len(row) for row in whole]
+        if number == self.cut_at and self.owner is not None:
+            self.owner.abort()
+            ends = [min(len(row), begun + self.num_tokens) for row, begun in zip(whole, own.lengths, strict=True)]
+        log_probs = [-torch.arange(1.0, len(row) + 1) for row in whole]
+        bounds = list(zip(own.lengths, ends, strict=True))
+        more = TextSegment.pack(
+            tokens=[torch.tensor(row[a:b], dtype=torch.long) for row, (a, b) in zip(whole, bounds, strict=True)],
+            log_probs=[row[a:b] for row, (a, b) in zip(log_probs, bounds, strict=True)],
+            status=torch.tensor(
+                [
+                    _end(row) if b == len(row) else SegmentStatus.ABORTED
+                    for row, (_, b) in zip(whole, bounds, strict=True)
+                ]
+            ),
+            params=req.sampling_params,
+        )
+        segment = own.whole(more, self.version)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self.codec.decode(segment))
+        return RolloutResp(tracks={"text": mark_versions(track, self.version)})

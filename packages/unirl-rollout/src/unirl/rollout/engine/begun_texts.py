@@ -47,9 +47,7 @@ class BegunTexts:
             raise ContractError("the samples to continue are no texts with a status and a version of the policy")
         if segment.loss_mask is not None:
             raise ContractError("texts with tokens that were not sampled cannot be continued")
-        versions = segment.versions
-        if versions is None:
-            versions = versions_B.repeat_interleave(segment.lengths)
+        versions = segment.versions_by_token(versions_B)
         rows = (segment.status == SegmentStatus.ABORTED).nonzero().flatten().tolist()
         own = segment.unpack("tokens")
         if anew := [row for row in rows if not set(media_tokens).isdisjoint(own[row].tolist())]:

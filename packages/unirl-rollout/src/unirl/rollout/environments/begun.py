@@ -49,7 +49,7 @@ class BegunEpisode:
             return [Restore(name, self.state)]
         if environment.deterministic:
             return [Reset(name, self.task, self.seed), *(Act(name, action) for action in self.actions)]
-        return Lost(f"its process ended, and {type(environment).__name__} is neither deterministic nor resumable")
+        return Lost(f"its process is gone, and {type(environment).__name__} is neither deterministic nor resumable")
 
     def difference(self, last: Answered, environment: Environment[Any, Any]) -> Lost | None:  # Any: whatever acts
         """Why the last answer to `restoration` is not that of the process before."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from unirl.rollout.environments.base import Environment, Task
-from unirl.rollout.environments.begun import Lost
+from unirl.rollout.environments.begun import BegunEpisode, Lost
 from unirl.rollout.environments.pooled import PooledEnvironments
 from unirl.rollout.environments.process import Answer
 from unirl.rollout.environments.workers import EnvironmentWorkers
@@ -31,6 +31,15 @@ class PlaysEpisodes(Protocol):
 
     def step(self, actions: Mapping[str, Any]) -> dict[str, Answer | Lost]:  # Any: as the environment takes them
         """Take one step of each of some episodes. Returns the `Step` of each, or why the episode is lost."""
+        ...
+
+    def begun(self, name: str) -> BegunEpisode:
+        """What continues an episode where it is not known."""
+        ...
+
+    def resume(self, episodes: Mapping[str, BegunEpisode]) -> dict[str, Lost]:
+        """Continue episodes that others have begun, or that were forgotten here. Returns why those cannot be that are
+        lost at once; others are found to be lost when they are stepped."""
         ...
 
     def end(self, names: Sequence[str]) -> None:

@@ -93,6 +93,19 @@ class PooledEnvironments:
         """Take one step of each of some episodes. Returns the `Step` of each, or why the episode is lost."""
         return self._played([Act(name, action) for name, action in actions.items()])
 
+    def begun(self, name: str) -> BegunEpisode:
+        """What continues an episode where it is not known."""
+        return self._episodes[name]
+
+    def resume(self, episodes: Mapping[str, BegunEpisode]) -> dict[str, Lost]:
+        """Continue episodes that others have begun, or that were forgotten here: they are restored when they are
+        stepped, which also tells of those that cannot be."""
+        if episodes:
+            self._num_lost = 0
+            self._look()
+        self._episodes.update(episodes)
+        return {}
+
     def end(self, names: Sequence[str]) -> None:
         """Forget episodes."""
         self._num_lost = 0

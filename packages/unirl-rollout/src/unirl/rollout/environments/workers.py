@@ -66,15 +66,26 @@ class EnvironmentWorkers:
         """Begin episodes: name -> (task, seed). Returns what each one observes first, or why it cannot begin."""
         self._start()
         for name, (task, seed) in tasks.items():
-            self._episodes[name] = BegunEpisode(task, seed)
-            home = min(self._workers, key=lambda worker: len(worker.episodes))
-            home.episodes.add(name)
-            self._home[name] = home
+            self._settle(name, BegunEpisode(task, seed))
         return self._played([Reset(name, task, seed) for name, (task, seed) in tasks.items()])
 
     def step(self, actions: Mapping[str, Any]) -> dict[str, Answer | Lost]:  # Any: as the environment takes them
         """Take one step of each of some episodes. Returns the `Step` of each, or why the episode is lost."""
         return self._played([Act(name, action) for name, action in actions.items()])
+
+    def begun(self, name: str) -> BegunEpisode:
+        """What continues an episode where it is not known."""
+        return self._episodes[name]
+
+    def resume(self, episodes: Mapping[str, BegunEpisode]) -> dict[str, Lost]:
+        """Continue episodes that others have begun, or that were forgotten here. Returns why some cannot be."""
+        if episodes:
+            self._start()
+        for name, episode in episodes.items():
+            home = self._settle(name, episode)
+            self._restore(home, [name])
+        lost = {name: self._episodes[name].lost for name in episodes}
+        return {name: Lost(why) for name, why in lost.items() if why is not None}
 
     def end(self, names: Sequence[str]) -> None:
         """Forget episodes."""
@@ -196,7 +207,11 @@ class EnvironmentWorkers:
 
     def _on_new_process(self, worker: _Worker, why: str) -> None:
         self._replace(worker, why)
-        for name in sorted(worker.episodes):
+        self._restore(worker, sorted(worker.episodes))
+
+    def _restore(self, worker: _Worker, names: Sequence[str]) -> None:
+        """Bring episodes to where they were; those of a process that ends meanwhile once more."""
+        for name in names:
             try:
                 lost = self._restored(worker, name)
             except (EOFError, OSError, TimeoutError):
@@ -205,6 +220,13 @@ class EnvironmentWorkers:
                 return
             if lost is not None:
                 self._lose(name, lost.reason)
+
+    def _settle(self, name: str, episode: BegunEpisode) -> _Worker:
+        """A home for an episode: the process with the fewest."""
+        home = min(self._workers, key=lambda worker: len(worker.episodes))
+        home.episodes.add(name)
+        self._episodes[name], self._home[name] = episode, home
+        return home
 
     def _lose(self, name: str, reason: str) -> None:
         self._episodes[name].lost = reason

@@ -10,12 +10,12 @@ import torch
 
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.environments.base import Task
-from unirl.rollout.environments.begun import Lost
+from unirl.rollout.environments.begun import BegunEpisode, Lost
 from unirl.rollout.environments.playing import ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
 from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
-from unirl.rollout.turns.episodes import SECONDS, Episode, next_request, track_of
+from unirl.rollout.turns.episodes import SECONDS, UNFINISHED, Episode, Written, next_request, track_of
 from unirl.rollout.turns.parts import Part, Parts
 from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
 from unirl.sde.noise import noise_seed
@@ -122,11 +122,12 @@ class TurnsEngine(BaseRolloutEngine):
         self._listener = listener
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
         """One episode for every row of this rank's request. Every rank calls it.
 
-        An episode whose next turn the engine refuses has failed. Raises what the engine raises, RefusedError if it
-        refuses all first turns, and ConfigError if the environment does not start.
+        begun: what an earlier call made of them before it was ended early (`ResumingEngine`). An episode whose next
+        turn the engine refuses has failed. Raises what the engine raises, RefusedError if it refuses all first turns,
+        and ConfigError if the environment does not start.
         """
         if self._is_given(req):
             return self._engine.generate(req, policy)
@@ -134,13 +135,22 @@ class TurnsEngine(BaseRolloutEngine):
         self._is_aborted = False
         params = text_params(req)
         names = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
+        kept: dict[int, BegunEpisode] = {}
         try:
-            req, episodes, conditions = self._begun(req, params, names)
-            track_name = self._play(req, episodes, conditions, names, policy)
+            if begun is None:
+                track_name = ""
+                req, episodes, conditions = self._begun(req, params, names)
+            else:
+                track_name = begun.root_name()
+                req, episodes, conditions = self._resumed(req, begun.root_track(), names)
+            track_name = self._play(req, episodes, conditions, names, policy, track_name)
+            left = {row: name for row, name in enumerate(names) if episodes[row].end is None}
+            kept = self._parts.keep(left) if left else {}
         finally:
-            self._parts.end(names)
-        resp = RolloutResp(tracks={track_name: track_of(req, params, episodes, conditions)})
-        if self._listener is not None:
+            self._parts.end([name for row, name in enumerate(names) if row not in kept])
+        played = [kept.get(row) for row in range(len(names))]
+        resp = RolloutResp(tracks={track_name: track_of(req, params, episodes, conditions, played)})
+        if self._listener is not None and not kept:
             self._listener(resp)
         return resp
 
@@ -178,6 +188,17 @@ class TurnsEngine(BaseRolloutEngine):
         conditions = prompt_conditions(req, self._codec)
         return req, self._episodes(conditions, texts, shown, [opened[name] for name in names], took_s), conditions
 
+    def _resumed(
+        self, req: RolloutReq, begun: RolloutTrack, names: Sequence[str]
+    ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
+        """As `_begun`, of episodes that an earlier call has begun."""
+        own = [(row or {})[UNFINISHED] for row in begun.metadata]
+        episodes = [each.episode for each in own]
+        todo = {row: (names[row], each.played) for row, each in enumerate(own) if each.played is not None}
+        for row, lost in self._parts.resume(todo).items():
+            episodes[row].fail(lost.reason)
+        return req.replace(primitives=begun.primitives), episodes, begun.conditions
+
     def _episodes(
         self,
         conditions: Mapping[str, Condition],
@@ -211,13 +232,15 @@ class TurnsEngine(BaseRolloutEngine):
         conditions: Mapping[str, Condition],
         names: Sequence[str],
         policy: str | None,
+        track_name: str,
     ) -> str:
-        """Let all episodes come to their end. Returns the name of the engine's track."""
+        """Let all episodes come to their end, or until `abort`. Returns the name of the engine's track."""
         parts = self._parts.fresh()
-        track_name = ""
         for part in itertools.cycle(parts):
             self._settle(part, text_params(req))
-            going = [row for row in range(part.number, len(episodes), len(parts)) if episodes[row].end is None]
+            own = range(part.number, len(episodes), len(parts))
+            is_cut = self._is_aborted and bool(track_name)
+            going = [] if is_cut else [row for row in own if episodes[row].end is None]
             if track_name and not part.is_over:
                 part.is_over = not (self._any_rank(bool(going)) if self._any_rank else going)
             if all(each.is_over for each in parts):
@@ -226,21 +249,20 @@ class TurnsEngine(BaseRolloutEngine):
                 continue
             # Where weights are sharded, a rank whose episodes have all ended generates with the others, for nothing.
             rows = going or [0]
-            asked = next_request(req, episodes, conditions, rows, part.num_turns)
+            asked = next_request(req, episodes, conditions, rows)
             try:
                 resp = self._engine.generate(asked, policy)
             except RefusedError as error:
-                if not part.num_turns:
+                if not any(episodes[row].num_turns for row in rows):
                     raise
                 for row in rows:
                     episodes[row].fail(str(error))
                 part.acting = {}
                 continue
             track_name = resp.root_name()
-            part.num_turns += 1
             if going:
                 self._take(resp.root_track(), [episodes[row] for row in rows])
-                part.acting = {names[row]: episodes[row] for row in rows if episodes[row].end is None}
+                part.acting = {names[row]: episodes[row] for row in rows if episodes[row].waits_for_an_answer}
                 # Tokenizers are for one thread: only the environment works in the other.
                 self._parts.step(part, {name: self._turn(episode) for name, episode in part.acting.items()})
         raise AssertionError("a cycle has no end")
@@ -251,14 +273,20 @@ class TurnsEngine(BaseRolloutEngine):
         tokens = segment.unpack("tokens")
         log_probs = segment.unpack("log_probs") if segment.log_probs is not None else [torch.zeros(0)] * len(tokens)
         status = [SegmentStatus.COMPLETED] * len(tokens) if segment.status is None else segment.status.tolist()
-        versions = [0] * len(tokens) if track.policy_versions is None else track.policy_versions.tolist()
+        versions_B = (
+            torch.zeros(len(tokens), dtype=torch.long) if track.policy_versions is None else track.policy_versions
+        )
+        versions = segment.versions_by_token(versions_B).split(segment.lengths.tolist())
         texts = cast("Texts", track.decoded).texts
         for row, episode in enumerate(episodes):
             if status[row] == SegmentStatus.FAILED:
                 episode.fail(str((track.metadata[row] or {})[EPISODE]["reason"]))
                 continue
-            episode.write(tokens[row].tolist(), log_probs[row].tolist())
-            episode.versions.append(versions[row])
+            turn = Written(tokens[row].tolist(), log_probs[row].tolist(), versions[row].tolist())
+            if status[row] == SegmentStatus.ABORTED:
+                episode.begun_turn = turn
+                continue
+            episode.write(turn)
             episode.say("assistant", texts[row])
             if status[row] != SegmentStatus.COMPLETED:
                 episode.end = "length"
@@ -277,7 +305,7 @@ class TurnsEngine(BaseRolloutEngine):
                 episode.fail(step.reason)
                 continue
             episode.take(step)
-            if episode.end is None and (episode.num_turns >= self._max_turns or self._is_aborted):
+            if episode.end is None and episode.num_turns >= self._max_turns:
                 episode.end = "turns"
             if episode.end is not None:
                 continue
@@ -316,7 +344,8 @@ class TurnsEngine(BaseRolloutEngine):
         return is_long or len(episode.prompt) + own > self._codec.context_length
 
     def abort(self) -> None:
-        """End the `generate` that runs in another thread: no episode gets another turn."""
+        """End the `generate` that runs in another thread: no episode gets another turn, and a later call continues
+        them."""
         self._is_aborted = True
         self._engine.abort()
 

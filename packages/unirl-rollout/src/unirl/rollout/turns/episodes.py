@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from unirl.rollout.environments.base import Step
+from unirl.rollout.environments.begun import BegunEpisode
 from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.media import ImageLists, Texts, shown_pixels
@@ -24,7 +25,21 @@ from unirl.types.segments import SegmentStatus, TextSegment
 End = Literal["answered", "length", "turns", "tokens", "media", "environment", "failed"]
 SECONDS = "environment_s"
 """Count of the seconds that the environment took for a sample."""
+UNFINISHED = "unfinished episode"
+"""Key of the metadata of a sample that can be continued (`RolloutTrack.is_unfinished`), and of those with it: an
+`UnfinishedEpisode`."""
 _STATUS: dict[str, SegmentStatus] = {"answered": SegmentStatus.COMPLETED, "failed": SegmentStatus.FAILED}
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tokens that the model wrote, in order."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """Nats; empty of greedy sampling."""
+    versions: list[int] = field(default_factory=list)
+    """The policy that wrote each token."""
 
 
 @dataclass
@@ -45,6 +60,8 @@ class Episode:
     """By the model."""
     last_turn: list[int] = field(default_factory=list)
     """What the model wrote last."""
+    begun_turn: Written | None = None
+    """What there is of a turn that was ended early, which the engine continues."""
     transcript: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
     num_turns: int = 0
     reward: float = 0.0
@@ -52,6 +69,7 @@ class Episode:
     end: End | None = None
     reason: str | None = None
     versions: list[int] = field(default_factory=list)
+    """The policy of each token; what the model reads has that of what it wrote before."""
 
     def fail(self, reason: str) -> None:
         self.end, self.reason = "failed", reason
@@ -64,11 +82,12 @@ class Episode:
         if step.terminated or step.truncated:
             self.end = "answered" if step.terminated else "environment"
 
-    def write(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.is_written += [True] * len(tokens)
-        self.last_turn = list(tokens)
+    def write(self, turn: Written) -> None:
+        self.tokens += turn.tokens
+        self.log_probs += turn.log_probs
+        self.versions += turn.versions
+        self.is_written += [True] * len(turn.tokens)
+        self.last_turn, self.begun_turn = list(turn.tokens), None
         self.num_turns += 1
 
     def read(self, messages: Sequence[Message], bridge: Bridge) -> None:
@@ -81,11 +100,17 @@ class Episode:
             self.seen.append((len(self.prompt) + len(self.tokens), bridge.images))
         self.tokens += bridge.tokens
         self.log_probs += [0.0] * len(bridge.tokens)
+        self.versions += self.versions[-1:] * len(bridge.tokens)
         self.is_written += [False] * len(bridge.tokens)
 
     def say(self, role: str, content: str, num_images: int = 0) -> None:
         shown = {"images": num_images} if num_images else {}
         self.transcript.append({"role": role, "content": content, **shown})
+
+    @property
+    def waits_for_an_answer(self) -> bool:
+        """True if the environment has to answer what the model wrote."""
+        return self.end is None and self.begun_turn is None
 
     @property
     def last_text(self) -> str:
@@ -105,12 +130,17 @@ class Episode:
         }
 
 
+@dataclass(frozen=True)
+class UnfinishedEpisode:
+    """All that an engine needs to continue an episode, or to tell of one that has ended."""
+
+    episode: Episode
+    played: BegunEpisode | None
+    """What the environment needs where it does not know the episode; None of one that has ended."""
+
+
 def next_request(
-    req: RolloutReq,
-    episodes: Sequence[Episode],
-    conditions: Mapping[str, Condition],
-    rows: Sequence[int],
-    turn: int,
+    req: RolloutReq, episodes: Sequence[Episode], conditions: Mapping[str, Condition], rows: Sequence[int]
 ) -> RolloutReq:
     """The request for the next turn of some episodes. Each turn draws other numbers; the first those of a sample
     without turns."""
@@ -121,13 +151,34 @@ def next_request(
     given["prompt"] = PromptCondition.pack(
         tokens=[torch.tensor(episode.prompt + episode.tokens, device=device) for episode in played]
     )
-    names = asked.sample_ids if turn == 0 else [f"{name}:turn:{turn}" for name in asked.sample_ids]
+    names = [
+        f"{name}:turn:{episode.num_turns}" if episode.num_turns else name
+        for name, episode in zip(asked.sample_ids, played, strict=True)
+    ]
     seen = _seen(played)
-    return asked.replace(
+    asked = asked.replace(
         sample_ids=names,
         request_conditions=given if seen is None else {**given, "images": seen},
         primitives={**asked.primitives, **_images(played, req)},
     )
+    return asked.replace(begun=_begun_turns(asked, played))
+
+
+def _begun_turns(asked: RolloutReq, episodes: Sequence[Episode]) -> RolloutTrack | None:
+    """What there is of the turns that are asked for, as an engine of texts continues it."""
+    if all(episode.begun_turn is None for episode in episodes):
+        return None
+    params = cast("ARSamplingParams", asked.sampling_params)
+    begun = [episode.begun_turn or Written() for episode in episodes]
+    segment = TextSegment.pack(
+        tokens=[torch.tensor(own.tokens, dtype=torch.long) for own in begun],
+        log_probs=None if params.is_greedy else [torch.tensor(own.log_probs, dtype=torch.float32) for own in begun],
+        versions=[torch.tensor(own.versions, dtype=torch.long) for own in begun],
+        status=torch.full((len(begun),), SegmentStatus.ABORTED, dtype=torch.long),
+        params=params,
+    )
+    track = asked.make_root_track(conditions={}, segment=segment, decoded=None)
+    return track.replace(policy_versions=torch.tensor([min(own.versions, default=0) for own in begun]))
 
 
 def _seen(episodes: Sequence[Episode]) -> ImagePatchCondition | None:
@@ -153,15 +204,22 @@ def track_of(
     params: ARSamplingParams,
     episodes: Sequence[Episode],
     conditions: Mapping[str, Condition],
+    played: Sequence[BegunEpisode | None],
 ) -> RolloutTrack:
+    """What came of the episodes. played: of those that are to be continued, what the environment needs."""
     device = cast("PromptCondition", conditions["prompt"]).tokens.device
-    ends = [_STATUS.get(str(episode.end), SegmentStatus.TRUNCATED) for episode in episodes]
+    ends = [SegmentStatus.TRUNCATED if episode.end else SegmentStatus.ABORTED for episode in episodes]
+    ends = [_STATUS.get(str(episode.end), end) for episode, end in zip(episodes, ends, strict=True)]
+    is_mixed = any(len(set(episode.versions)) > 1 for episode in episodes)
     segment = TextSegment.pack(
         tokens=[torch.tensor(episode.tokens, dtype=torch.long, device=device) for episode in episodes],
         log_probs=None
         if params.is_greedy
         else [torch.tensor(episode.log_probs, dtype=torch.float32, device=device) for episode in episodes],
         loss_mask=[torch.tensor(episode.is_written, dtype=torch.bool, device=device) for episode in episodes],
+        versions=[torch.tensor(episode.versions, dtype=torch.long, device=device) for episode in episodes]
+        if is_mixed
+        else None,
         status=torch.tensor(ends, dtype=torch.long, device=device),
         params=params,
     )
@@ -174,8 +232,18 @@ def track_of(
     counts = {name: torch.tensor([episode.counts.get(name, 0.0) for episode in episodes]) for name in names}
     counts["turns"] = torch.tensor([float(episode.num_turns) for episode in episodes])
     counts["written_tokens"] = torch.tensor([float(sum(episode.is_written)) for episode in episodes])
+    metadata: list[dict[str, Any] | None] = [  # Any: rows of a user's data file
+        {**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)
+    ]
+    is_unfinished = [episode.end is None for episode in episodes]
+    if any(is_unfinished):
+        whole = [UnfinishedEpisode(episode, own) for episode, own in zip(episodes, played, strict=True)]
+        metadata = [{**(row or {}), UNFINISHED: own} for row, own in zip(metadata, whole, strict=True)]
+        track.is_unfinished = torch.tensor(is_unfinished)
+    if is_mixed:
+        track.last_versions = torch.tensor([max(episode.versions, default=0) for episode in episodes])
     return track.replace(
-        metadata=[{**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)],
+        metadata=metadata,
         counts=counts,
         policy_versions=torch.tensor([min(episode.versions, default=0) for episode in episodes]),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unirl.rollout.environments.base import Task
+from unirl.rollout.environments.begun import BegunEpisode, Lost
 from unirl.rollout.environments.playing import PlaysEpisodes, ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
 from unirl.rollout.turns.calls import Turn
@@ -22,7 +23,6 @@ class Part:
     """Episodes that take their turns together."""
 
     number: int
-    num_turns: int = 0
     acting: dict[str, Episode] = field(default_factory=dict)
     """Those that the environment answers, by name."""
     answer: Future[tuple[dict[str, Any], float]] | None = None  # Any: steps
@@ -47,6 +47,8 @@ class Parts:
         self._environment, self._limits = environment, limits
         self._waits_for_pool = waits_for_pool
         self._workers = [limits.next_to_us(environment, num_workers) for _ in range(num_parts)]
+        self._waiting: dict[str, int] = {}
+        """Episodes that were to be continued when the last call ended, with their parts."""
         self._answering = ThreadPoolExecutor(num_parts, "unirl-environment")
 
     def play_in(self, pool: HostingPool) -> None:
@@ -79,6 +81,26 @@ class Parts:
         """Let the environment answer the episodes of a part, in a thread: `part.answer` has the `Step` or `Lost` of
         each, and the seconds that it took."""
         part.answer = self._answering.submit(_timed, self._workers[part.number].step, actions)
+
+    def keep(self, episodes: Mapping[int, str]) -> dict[int, BegunEpisode]:
+        """Let episodes wait for a later call. Returns what another engine needs to continue each.
+
+        episodes: row -> name. Those that wait longer are forgotten: others have continued them.
+        """
+        self.end([name for name in self._waiting if name not in set(episodes.values())])
+        self._waiting = {name: row % len(self._workers) for row, name in episodes.items()}
+        return {row: self._workers[self._waiting[name]].begun(name) for row, name in episodes.items()}
+
+    def resume(self, begun: Mapping[int, tuple[str, BegunEpisode]]) -> dict[int, Lost]:
+        """Continue episodes: row -> (name, what `keep` gave). Those that do not wait here are restored; returns why the
+        others cannot be."""
+        lost: dict[int, Lost] = {}
+        for part, workers in enumerate(self._workers):
+            own = {row: each for row, each in begun.items() if row % len(self._workers) == part}
+            missing = workers.resume({name: each for name, each in own.values() if self._waiting.get(name) != part})
+            lost.update({row: missing[name] for row, (name, _) in own.items() if name in missing})
+        self._waiting = {name: part for name, part in self._waiting.items() if name not in dict(begun.values())}
+        return lost
 
     def end(self, names: Sequence[str]) -> None:
         """Forget episodes."""

@@ -129,7 +129,7 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
             "schedule.replay."
         )
     stage = run.stages[0]
-    what = "several stages do" if len(run.stages) > 1 else "turns do" if stage.turns is not None else None
+    what = "several stages do" if len(run.stages) > 1 else None
     if what is None and not stage.engine.ability("can_resume"):
         what = f"{stage.engine.name} does"
     if what is not None:
