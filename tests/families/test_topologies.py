@@ -18,7 +18,9 @@ import torch
 from family_steps import kit
 from topology_steps import (
     CASES,
+    EXPERT_TEXTS,
     NUM_EXPERTS,
+    SHARED_TEXTS,
     TEXTS,
     doubles_of,
     expert_images,
@@ -26,6 +28,7 @@ from topology_steps import (
     one_sided,
     pipeline_of,
     resumed,
+    shared_doubles_of,
     step_of,
     steps_of_rank,
     text_doubles_of,
@@ -40,10 +43,10 @@ ranks_of_train: Any = importlib.import_module("ranks")
 SPREAD = sorted(name for name, family in kit.families().items() if family.bundle.token_plan is not None)
 FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 """Joint attention with masked texts and without, and attention to a text that stays whole."""
-USUAL = {*((name, "sp2") for name in FIRST), ("qwen3_moe", "ep2"), ("qwen3_moe", "dp2-ep2")}
+USUAL = {*((name, "sp2") for name in (*FIRST, "qwen3")), ("qwen3_moe", "ep2"), ("qwen3_moe", "dp2-ep2")}
 
 
-FOUR_HEADS = ["sd3", "sd3_controlnet"]
+FOUR_HEADS = ["sd3", "sd3_controlnet", *SHARED_TEXTS]
 """Those whose tiny model can be spread over four ranks."""
 
 
@@ -51,8 +54,8 @@ def names_of(case: str, names: list[str]) -> list[str]:
     """Those that the case is for."""
     topology = CASES[case].topology
     if topology.ep > 1:
-        return [name for name in names if name in TEXTS]
-    return [name for name in names if name not in TEXTS and (topology.sp == 2 or name in FOUR_HEADS)]
+        return [name for name in names if name in EXPERT_TEXTS]
+    return [name for name in names if name not in EXPERT_TEXTS and (topology.sp == 2 or name in FOUR_HEADS)]
 
 
 def rows(cases: list[str]) -> list[Any]:
@@ -118,7 +121,7 @@ def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest
     names = [
         name
         for name in [*SPREAD, *TEXTS]
-        if name in (*FIRST, "qwen3_moe", "hunyuan_image3")
+        if name in (*FIRST, "qwen3", "qwen3_moe", "hunyuan_image3")
         or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
     ]
     of_session = tmp_path_factory.getbasetemp()
@@ -194,16 +197,23 @@ def test_what_must_not_be_is_refused_on_all_ranks(runs: Runs) -> None:
             "topology.sp = 3 does not divide the 4 attention heads of transformer.transformer_blocks" in rank["heads"]
         )
         assert "topology.sp = 2: SD3 has no token plan. Set topology.sp: 1." in rank["plan"]
+        assert "(topology.sp = 2) hold different tokens of the track text" in rank["texts_differ"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.matrix) for n in SPREAD])
+SHARED = [
+    pytest.param(name, marks=() if name in (*FIRST, "qwen3") else pytest.mark.matrix)
+    for name in [*SPREAD, *SHARED_TEXTS]
+]
+
+
+@pytest.mark.parametrize("name", SHARED)
 def test_transformers_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
-    one = doubles_of(name, runs.folders)
+    one = (shared_doubles_of if name in TEXTS else doubles_of)(name, runs.folders)
     for rank in runs.of("sp2"):
         assert_close(rank["float64"][name], one, 1e-10)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FIRST else pytest.mark.matrix) for n in SPREAD])
+@pytest.mark.parametrize("name", SHARED)
 def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
     for number, rank in enumerate(runs.of("sp2")):
         assert rank["attentions"][name]
@@ -215,7 +225,7 @@ def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_f
         assert sent == expected
 
 
-EXPERTS = [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.matrix) for name in TEXTS]
+EXPERTS = [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.matrix) for name in EXPERT_TEXTS]
 
 
 @pytest.mark.parametrize("name", EXPERTS)

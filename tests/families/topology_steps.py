@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,11 @@ from torch.overrides import TorchFunctionMode
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.causal_lm.pipeline import ChatPipeline
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline, HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
-from unirl.models.qwen3.pipeline import Qwen3MoePipeline
+from unirl.models.qwen3.pipeline import Qwen3MoePipeline, Qwen3Pipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
 from unirl.models.spread_experts import spread_stacked
@@ -40,6 +43,7 @@ from unirl.train.backend.wrap import cut_experts
 from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.stack import TrainStack
+from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
@@ -81,11 +85,12 @@ def _with_experts(config: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TextFamily:
-    """A language model with experts."""
+    """A language model, of which ranks share the experts or the positions of texts."""
 
     write: Callable[[Path], Any]
     bundle: Callable[..., Any]
     pipeline: Callable[..., Any]
+    axis: str = "ep"
 
 
 TEXTS = {
@@ -104,7 +109,14 @@ TEXTS = {
         partial(HunyuanImage3Bundle, trains="all"),
         HunyuanImage3TextPipeline,
     ),
+    "qwen3": TextFamily(
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(), folder), Qwen3Bundle, Qwen3Pipeline, "sp"
+    ),
+    "qwen2": TextFamily(
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen2(), folder), CausalLMBundle, ChatPipeline, "sp"
+    ),
 }
+EXPERT_TEXTS, SHARED_TEXTS = ([n for n, family in TEXTS.items() if family.axis == axis] for axis in ("ep", "sp"))
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -264,20 +276,32 @@ class NotingExchange(UlyssesExchange):
         self.expected_bytes = 0
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Forwards and backwards, a rank sends what others keep of its tokens' heads, and back its heads of theirs."""
-        if own.ndim == 5:  # queries, keys and values
-            self.attentions.append(list(lengths))
-            token = own[0].nbytes // own.shape[-2]
-            num_own, others = lengths[self.rank], sum(lengths) - lengths[self.rank]
-            # Three and one forwards, one and three backwards.
-            self.expected_bytes += 4 * token * (num_own * (self.size - 1) + others) // self.size
+        """This rank sends queries, keys and values of its tokens for the heads that others keep, and back gradients of
+        theirs for its heads."""
+        self.attentions.append(list(lengths))
+        self._expect(own, lengths, all_heads=_slice_bytes(own, -2))
         return super().to_heads(own, lengths)
+
+    def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        """It sends results of others' tokens, and back gradients of its tokens, for all heads."""
+        self._expect(own, lengths, all_heads=_slice_bytes(own, -2) * self.size)
+        return super().to_tokens(own, lengths)
+
+    def _expect(self, own: Tensor, lengths: Sequence[int], all_heads: int) -> None:
+        """One way and, where gradients flow, the other. all_heads: bytes of one token."""
+        assert own.requires_grad
+        others = sum(lengths) - lengths[self.rank]
+        self.expected_bytes += all_heads * (lengths[self.rank] * (self.size - 1) + others) // self.size
 
     def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """To each other rank its own part, padded to the longest; nothing backwards."""
-        token = part.nbytes // part.shape[dim]
-        self.expected_bytes += token * max(lengths) * (self.size - 1)
+        self.expected_bytes += _slice_bytes(part, dim) * max(lengths) * (self.size - 1)
         return super().gathered(part, dim, lengths)
+
+
+def _slice_bytes(tensor: Tensor, dim: int) -> int:
+    """Bytes of one place along a dimension, also where there is none."""
+    return math.prod(tensor.movedim(dim, 0).shape[1:]) * tensor.element_size()
 
 
 def calls_of(name: str, folder: Path, exchange: UlyssesExchange | None) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -358,16 +382,60 @@ class NotingRows(RowExchange):
         return super().to_experts(rows, to_each, of_each)
 
 
-def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None) -> dict[str, Tensor]:
-    """Logits of eight rows of tokens, of which each rank has its share, and gradients of the mean of their losses."""
-    bundle = pipeline_of(name, folder).bundle
+def _in_doubles(bundle: Any) -> nn.Module:
+    """What trains of a bundle that defers its weights, with them."""
     files = bundle.stored_weights()[bundle.component]
     model = bundle.trained_module
     for key, parameter in list(model.named_parameters()):
         value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
         owner, _, last = key.rpartition(".")
         setattr(model.get_submodule(owner), last, nn.Parameter(value.clone()))
-    model.double()
+    return model.double()
+
+
+TEXT_LENGTHS = {"many": (3, 5, 1, 4), "one": (1,)}
+"""Tokens of completions: of a row that ranks share, and of one with fewer positions than ranks."""
+
+
+def shared_doubles_of(name: str, folder: Path, exchange: UlyssesExchange | None = None) -> dict[str, Tensor]:
+    """What replays find of texts, and gradients of a loss of it, the mean over ranks."""
+    pipeline = pipeline_of(name, folder)
+    model, found = _in_doubles(pipeline.bundle), dict[str, Tensor]()
+    if exchange is not None:
+        pipeline.bundle.spread_tokens(exchange)
+    params = ARSamplingParams(temperature=0.9, max_new_tokens=6)
+    for kind, lengths in TEXT_LENGTHS.items():
+        generator = torch.Generator().manual_seed(3)
+        tokens = [torch.randint(0, 250, (length,), generator=generator) for length in lengths]
+        prompts = ["1+1=", "a longer prompt", "b", "1+1="][: len(lengths)]
+        conditions = pipeline.encode({"text": Texts(texts=prompts)}, params)
+        if kind == "one":
+            conditions = {"prompt": PromptCondition.pack(tokens=[torch.tensor([7])])}
+        segment = TextSegment.pack(tokens=tokens, params=params)
+        with Doubles():
+            stats = pipeline.replay(conditions, segment, params)
+        parts = {"logp": stats.logp_N, "entropy": stats.entropy_N, "hidden": stats.hidden_N}
+        loss = sum(
+            (part * torch.randn(part.shape, dtype=torch.float64, generator=generator)).sum() for part in parts.values()
+        )
+        model.zero_grad()
+        with mock.patch.object(Tensor, "float", Tensor.double):  # logits are computed again, outside of the mode
+            loss.backward()
+        parts["collision"] = stats.collision_N
+        found |= {f"{kind}.{key}": value.detach() for key, value in parts.items()}
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is not None, key
+            if exchange is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= exchange.size
+            found[f"{kind}.{key}"] = parameter.grad
+    return found
+
+
+def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None) -> dict[str, Tensor]:
+    """Logits of eight rows of tokens, of which each rank has its share, and gradients of the mean of their losses."""
+    bundle = pipeline_of(name, folder).bundle
+    model = _in_doubles(bundle)
     if isinstance(bundle, CausalLMBundle):
         bundle.model.set_experts_implementation("eager")  # the other kernels take no doubles
     rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
@@ -476,6 +544,22 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
+def text_refusal(name: str, folder: Path) -> str:
+    """What ranks are told whose texts differ."""
+    pipeline, backend = backend_of(name, folder, TrainTopology(sp=2))
+    track = texts_of(pipeline, backend)
+    assert isinstance(track.segment, TextSegment)
+    if dist.get_rank() == 1:
+        track.segment.tokens[0] += 1
+    algorithm = ARGRPO(pipeline, backend, old_logp_source="rollout")
+    stack = TrainStack(backend, {"text": algorithm}, micro_batch_size=4, max_grad_norm=1.0)
+    try:
+        stack.train(RolloutResp(tracks={"text": track}), progress=0.0)
+    except ContractError as error:
+        return str(error)
+    return ""
+
+
 def expert_images(folder: Path, topology: TrainTopology) -> dict[str, Any]:
     """Images of HunyuanImage3, their log-probs, and gradients of a Flow-GRPO step with the experts of the rollout."""
     bundle = TEXTS["hunyuan_image3"].bundle(str(folder_of("hunyuan_image3", folder)))
@@ -535,10 +619,12 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
         found |= {"float64": {}, "attentions": {}, "bytes": {}}
         for name in names:
             exchange = NotingExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: there is one
-            found["float64"][name] = doubles_of(name, folder, exchange)
+            of_doubles = shared_doubles_of if name in TEXTS else doubles_of
+            found["float64"][name] = of_doubles(name, folder, exchange)
             found["attentions"][name] = exchange.attentions
             found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
         found |= refusals("sd3", folder)
+        found["texts_differ"] = text_refusal("qwen3", folder)
     if case == "ep2":
         found |= {"float64": {}, "rows": {}, "bytes": {}}
         for name in names:

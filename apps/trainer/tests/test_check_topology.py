@@ -12,6 +12,7 @@ from unirl.config.runs import run_of
 SHAPES, REPLICA, TEXTS = "worlds/shapes/flowgrpo", "worlds/shapes/replica", "worlds/arithmetic/grpo"
 FOUR = ["runtime=ray", "num_devices=4"]
 EXPERTS = "bundle._target_=unirl.models.qwen3.bundle.Qwen3MoeBundle"
+IMAGES = "worlds/questions/grpo"
 CLASS = "+backend.topology._target_=unirl.train.configs.TrainTopology"
 
 
@@ -40,7 +41,23 @@ def findings(name, *overrides):
             "backend.topology.sp = 2 exchanges tokens inside blocks that backend.fsdp.compile compiles",
         ),
         (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
-        (TEXTS, ["+backend.topology.sp=2"], "but the tokens of Qwen3Bundle cannot be spread over ranks. Set it to 1"),
+        (
+            TEXTS,
+            [EXPERTS, "+backend.topology.sp=2"],
+            "but the tokens of Qwen3MoeBundle cannot be spread over ranks: its gates are measured and replayed by "
+            "whole rows (topology.ep spreads experts). Set it to 1",
+        ),
+        (
+            IMAGES,
+            ["+backend.topology.sp=2"],
+            "but the tokens of QwenVLBundle cannot be spread over ranks: images and sounds enter whole rows inside the "
+            "model. Set it to 1",
+        ),
+        (
+            TEXTS,
+            ["+backend.topology.sp=2", "+pipeline.packed=false"],
+            "topology.sp = 2 spreads packed rows, and pipeline.packed: false pads them. Set it to null, or sp: 1.",
+        ),
         (TEXTS, ["+backend.topology.ep=3"], "backend.topology.ep = 3 does not divide the 4 devices. Change ep, or the"),
         (
             TEXTS,
@@ -70,6 +87,7 @@ def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
 
 def test_ranks_that_share_samples_need_no_more_of_a_recipe():
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2") == []
+    assert findings(TEXTS, CLASS, "+backend.topology.sp=2") == []
     # Five samples per device would not do; of two shards each has ten.
     few = ["batch_size=4", "sampling.samples_per_prompt=5", "stack.num_updates_per_batch=2"]
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2", *few) == []
@@ -87,6 +105,17 @@ def test_ranks_divide_the_heads_of_a_checkpoint_on_this_machine(tmp_path):
     found = findings(SHAPES, CLASS, "+backend.topology.sp=4", f"bundle.pretrained_model={tmp_path}")
     message = f"backend.topology.sp = 4 does not divide the 6 attention heads of {tmp_path}/transformer/config.json. "
     assert any(message + "Set it to one of [1, 2, 3, 6]." in each for each in found), found
+
+
+def test_ranks_divide_the_heads_of_a_language_model_on_this_machine(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 6}))
+    given = (TEXTS, CLASS, f"bundle.pretrained_model={tmp_path}")
+    assert findings(*given, "+backend.topology.sp=2") == []
+    found = findings(*given, "+backend.topology.sp=4")
+    message = (
+        f"backend.topology.sp = 4 neither divides the 6 heads of keys and values of {tmp_path}/config.json nor is "
+    )
+    assert any(message + "a multiple of them. Set it to one of [1, 2, 3, 6, 12]." in each for each in found), found
 
 
 def test_ranks_divide_the_experts_of_a_checkpoint_on_this_machine(tmp_path):

@@ -177,6 +177,21 @@ def test_texts_are_made_at_full_length() -> None:
     assert train > rollout
 
 
+def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:
+    words = ["worlds/arithmetic/grpo", "device=cuda", "batch_size=8", "sampling.max_new_tokens=200", "eval=null"]
+    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.sp=2"]
+    peaks, flops, sent = [], [], []
+    for more in ([], ["runtime=ray", "num_devices=2", *topology]):
+        done = rehearse(*words, *more)
+        assert done.returncode == 0, done.stderr
+        peaks.append(_peaks(done.stdout))
+        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+        sent.append(re.findall(r"collectives in train.* alltoall ([\d.]+) MB", done.stdout))
+    assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
+    assert peaks[1]["train"] == pytest.approx(peaks[0]["train"] / 2, rel=0.05)
+    assert not sent[0] and sent[1]
+
+
 def test_a_model_that_only_writes_makes_texts_of_full_length_too() -> None:
     done = rehearse("worlds/phrases/both", "policies.writer.trains=false", "batch_size=2", "device=cuda")
     assert done.returncode == 0, done.stderr

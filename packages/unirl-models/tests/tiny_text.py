@@ -50,6 +50,13 @@ def qwen3(*, seed: int = 0, **changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values | changes))
 
 
+def qwen2() -> Any:
+    """Qwen2.5, whose queries, keys and values have biases: two layers of width 64, four heads, one of keys."""
+    values: dict[str, Any] = {**_qwen3_values(0), "num_key_value_heads": 1}
+    del values["head_dim"]
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**values))
+
+
 def qwen3_moe(**changes: Any) -> Any:
     """The same with six experts of width 24, of which a token goes to two."""
     values: dict[str, Any] = {

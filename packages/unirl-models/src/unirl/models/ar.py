@@ -7,7 +7,7 @@ hidden states, V words of the vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 from unirl.models.packing import Packing
 from unirl.models.text_adapter import TextAdapter
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import Conditions
+from unirl.types.protocols.models import Conditions, TokenExchange
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
@@ -33,8 +33,13 @@ class ReplayedTokens:
     """[N] float32, nats."""
     collision_N: Tensor
     """[N] float32, without gradients: the chance that two draws of the token agree."""
-    hidden_N: Tensor
-    """[N, D], of the position before each token."""
+    hidden: Callable[[], Tensor]
+    """Gives `hidden_N`; a collective where ranks share samples, so that states which nothing reads are not gathered."""
+
+    @property
+    def hidden_N(self) -> Tensor:
+        """[N, D], of the position before each token. Every rank that shares the samples asks."""
+        return self.hidden()
 
 
 class Decoder:
@@ -120,16 +125,24 @@ class Inputs:
     """Tokens of each sample, in the same order."""
 
 
-def packed_inputs(rows: list[Tensor], positions: list[Tensor], order: list[int]) -> Inputs:
-    """Samples end to end in one row, in this order."""
+def packed_inputs(
+    rows: list[Tensor], positions: list[Tensor], order: list[int], exchange: TokenExchange | None = None
+) -> Inputs:
+    """Samples end to end in one row, in this order. With an exchange, the model takes this rank's part of the row."""
     lengths = [len(rows[sample]) for sample in order]
-    ids = torch.cat([rows[sample] for sample in order])[None]
-    arguments = {
-        "input_ids": ids,
-        "position_ids": torch.cat([positions[sample] for sample in order], dim=-1).unsqueeze(-2),
-        "packing": Packing.of(lengths, ids.device),
-    }
     start_of = dict(zip(order, [0, *itertools.accumulate(lengths[:-1])], strict=True))
+    ids, place_ids = [rows[sample] for sample in order], [positions[sample] for sample in order]
+    if exchange is not None and (missing := exchange.size - sum(lengths)) > 0:
+        # Models of transformers take no empty rows: a sample that nothing reads gives every rank a position.
+        lengths.append(missing)
+        ids.append(ids[0].new_zeros(missing))
+        place_ids.append(place_ids[0].new_zeros((*place_ids[0].shape[:-1], missing)))
+    whole_ids, whole_places = torch.cat(ids)[None], torch.cat(place_ids, dim=-1).unsqueeze(-2)
+    arguments = {
+        "input_ids": whole_ids if exchange is None else exchange.own(whole_ids, -1),
+        "position_ids": whole_places if exchange is None else exchange.own(whole_places, -1),
+        "packing": Packing.of(lengths, whole_ids.device, exchange),
+    }
     return Inputs(arguments, [start_of[sample] for sample in range(len(rows))], [len(row) for row in rows])
 
 

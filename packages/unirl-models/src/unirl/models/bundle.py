@@ -43,6 +43,8 @@ class Bundle:
 
     spreads_tokens: ClassVar[bool] = False
     """True if ranks can share its samples, each with a part of their tokens (`topology.sp`)."""
+    keeps_tokens_because: ClassVar[str] = ""
+    """Why they cannot, for messages, where the class knows."""
     spreads_experts: ClassVar[bool] = False
     """True if ranks can have its experts together (`topology.ep`)."""
     expert_layers: ClassVar[tuple[str, ...]] = ()

@@ -43,6 +43,24 @@ def experts_divide(own: Part, run: Run) -> Messages:
         yield sharing_problem(f"{policy.backend.at}.topology.ep", size, found, "experts", str(file))
 
 
+def heads_of_texts_divide(own: Part, run: Run) -> Messages:
+    """Ranks that share texts divide the attention heads of a checkpoint on this machine."""
+    policy = run.policy_of(own)
+    size, file = policy.ranks_per_sample, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    if size == 1 or not own.ability("spreads_tokens") or own.ability("index_file") != file.name:
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        heads = int(config["num_attention_heads"])
+        problem = heads_problem(
+            f"{policy.backend.at}.topology.sp", size, heads, int(config.get("num_key_value_heads") or heads), str(file)
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the model says so before its weights are read
+    if problem is not None:
+        yield problem
+
+
 def experts_have_no_adapters(own: Part, run: Run) -> Messages:
     """LoRA adapts linear layers, and experts are stacks of weights."""
     backend, layers = run.policy_of(own).backend, own.ability("expert_layers")
@@ -64,11 +82,33 @@ def _experts_of(config: object) -> int | None:
     return next((found for each in config.values() if (found := _experts_of(each)) is not None), None)
 
 
+def tokens_kept(at: str, name: str, because: str) -> str:
+    """The message for a model whose samples are not shared. because: may be empty."""
+    return f"{at}: the tokens of {name} cannot be spread over ranks{because and ': '}{because}. Set it to 1."
+
+
+def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where: str) -> str | None:
+    """The message for ranks that do not divide a model's attention heads, or None. Ranks may share heads of keys."""
+    if num_heads % size:
+        return sharing_problem(at, size, num_heads, "attention heads", where)
+    if num_key_heads % size and size % num_key_heads:
+        fitting = [
+            each
+            for each in range(1, num_heads + 1)
+            if num_heads % each == 0 and (num_key_heads % each == 0 or each % num_key_heads == 0)
+        ]
+        return (
+            f"{at} = {size} neither divides the {num_key_heads} heads of keys and values of {where} nor is a multiple "
+            f"of them. Set it to one of {fitting}."
+        )
+    return None
+
+
 def sharing_problem(at: str, size: int, count: int, what: str, where: str) -> str:
     """The message for ranks that do not divide what a model has `count` of."""
     fitting = [each for each in range(1, count + 1) if count % each == 0]
     return f"{at} = {size} does not divide the {count} {what} of {where}. Set it to one of {fitting}."
 
 
-RULES = (experts_divide, experts_have_no_adapters)
+RULES = (experts_divide, experts_have_no_adapters, heads_of_texts_divide)
 MACHINE_RULES = (model_exists,)

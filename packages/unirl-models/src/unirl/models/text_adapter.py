@@ -20,7 +20,7 @@ from unirl.types.conditions import Bridge, Condition, Conversation, ImagePatchCo
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.messages import ASSISTANT, Message, ShownImage
-from unirl.types.protocols.models import Conditions, ModelBundle
+from unirl.types.protocols.models import Conditions, ModelBundle, TokenExchange
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
@@ -80,6 +80,11 @@ class LanguageBundle(ModelBundle, Protocol):
     @property
     def is_packable(self) -> bool:
         """True if replay can do without padding."""
+        ...
+
+    @property
+    def token_exchange(self) -> TokenExchange | None:
+        """Between the ranks that share the positions of a packed row; None where this one has all."""
         ...
 
     def new_cache(self) -> Any:  # Any: with `batch_select_indices`, as caches of transformers

@@ -19,6 +19,7 @@ from torch import Tensor
 from unirl.models.adapter import num_rows, require_condition
 from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
 from unirl.models.evaluation_mode import evaluating
+from unirl.models.spread_scores import SpreadScores
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.token_sampling import draw, placed, uniforms
 from unirl.types.conditions import Bridge, Condition, Conversation, PromptCondition
@@ -214,13 +215,19 @@ class AutoregressivePipeline:
                 torch.arange(start + prompt - 1, start + prompt - 1 + completion)
                 for start, prompt, completion in zip(inputs.starts, prompts, segment.lengths.tolist(), strict=True)
             ]
-        ).to(segment.tokens.device)
-        model = self.adapter.bundle.model
-        with self.adapter.bundle.head.scoring(places_N, segment.tokens, params.temperature):
+        )
+        exchange, tokens = self.bundle.token_exchange, segment.tokens
+        spread = None if exchange is None else SpreadScores.of(places_N, inputs.arguments["packing"], exchange)
+        if spread is not None:
+            places_N, tokens = spread.places, tokens[spread.own.to(tokens.device)]
+        with self.bundle.head.scoring(places_N.to(tokens.device), tokens, params.temperature):
             with self.around(inputs, ordered):
-                out = model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
-        logp_N, entropy_N, collision_N, hidden_N = out.logits
-        return ReplayedTokens(logp_N=logp_N, entropy_N=entropy_N, collision_N=collision_N, hidden_N=hidden_N)
+                out = self.bundle.model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
+        *scores, hidden = out.logits
+        if spread is None:
+            return ReplayedTokens(*scores, hidden=lambda: hidden)
+        logp_N, entropy_N, collision_N = spread.whole(torch.stack(scores), 1)
+        return ReplayedTokens(logp_N, entropy_N, collision_N.detach(), hidden=lambda: spread.whole(hidden, 0))
 
     def around(self, inputs: Inputs, conditions: Conditions) -> AbstractContextManager[None]:
         """What the forward of a replay is entered with. conditions: in the order of the model's inputs."""
@@ -239,7 +246,10 @@ class AutoregressivePipeline:
         positions = self.adapter.positions(conditions, [len(row) for row in rows])
         # Samples of equal length side by side share a call of attention (`Packing.runs`).
         order = sorted(range(len(rows)), key=lambda sample: len(rows[sample])) if self.is_packed else None
-        inputs = padded_inputs(rows, positions) if order is None else packed_inputs(rows, positions, order)
+        exchange = self.bundle.token_exchange
+        if order is None and exchange is not None:
+            raise ContractError(f"topology.sp = {exchange.size} spreads packed rows. Set pipeline.packed: null.")
+        inputs = padded_inputs(rows, positions) if order is None else packed_inputs(rows, positions, order, exchange)
         ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
         return inputs, ordered
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
-from unirl.types.segments import LatentSegment, SizedLatents
+from unirl.types.segments import LatentSegment, SizedLatents, TextSegment
 from unirl.types.weights import tensor_checksum
 
 FIRST_RATIO = "policy/first_ratio_max_abs_dev"
@@ -294,21 +294,21 @@ class TrainStack:
         return backend.collectives.all_reduce_sum(joined, "dp")
 
     def _require_same_samples(self, tracks: Mapping[str, RolloutTrack]) -> None:
-        """Raise ContractError, on all of them, if ranks that work on the same samples hold latents that differ.
+        """Raise ContractError, on all of them, if ranks that work on the same samples hold others.
 
         Their tokens would be mixed. A collective where there are such ranks.
         """
         if self._backend.mesh_place.sp_size == 1:
             return
         for name, track in tracks.items():
-            if isinstance(track.segment, LatentSegment):
-                digest = float(int(tensor_checksum(track.segment.latents)[:8], 16))
+            for what, tensor in _compared(track.segment):
+                digest = float(int(tensor_checksum(tensor)[:8], 16))
                 both = torch.tensor([digest, -digest], dtype=torch.float64, device=self._backend.device)
                 largest, smallest = self._backend.collectives.all_reduce_max(both, "sp").tolist()
                 if largest != -smallest:
                     raise ContractError(
                         f"ranks that share samples (topology.sp = {self._backend.mesh_place.sp_size}) hold different "
-                        f"latents of the track {name}. Sample with the trainside engine, or an engine in its own pool."
+                        f"{what} of the track {name}. Sample with the trainside engine, or an engine in its own pool."
                     )
 
     def _of_one_size(self, track: RolloutTrack, samples_per_unit: int) -> list[RolloutTrack]:
@@ -336,6 +336,16 @@ class TrainStack:
         metrics, maxima = update.finish(self._max_grad_norm)
         self._maxima |= maxima
         return metrics
+
+
+def _compared(segment: object) -> Iterator[tuple[str, Tensor]]:
+    """What ranks that share samples must have alike, by name."""
+    if isinstance(segment, LatentSegment):
+        yield "latents", segment.latents
+    if isinstance(segment, TextSegment):
+        yield "tokens", segment.tokens
+        if segment.log_probs is not None:
+            yield "log-probs", segment.log_probs
 
 
 def _by_track(

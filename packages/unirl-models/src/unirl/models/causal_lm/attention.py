@@ -7,6 +7,7 @@ Legend: B samples, N positions of all samples, H heads, D width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from unirl.models.extras import from_extra
 from unirl.models.packing import Packing
 from unirl.types.devices import has_ragged_attention
 from unirl.types.errors import ContractError
+from unirl.types.protocols.models import TokenExchange
 
 with from_extra("transformers"):
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -49,7 +51,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention [1, N, H, D] of query [1, H, N, D] and key, value [1, H', N, D], sample by sample.
 
-    packing: absent for padded batches. Source of the interface: transformers, `AttentionInterface`.
+    packing: absent for padded batches. With an exchange, N are this rank's positions of the row: it attends with its
+    heads of all of them, and other ranks with theirs. Source of the interface: transformers, `AttentionInterface`.
     Raises Unpackable for soft caps, sinks, biases and attention to the future, which transformers' SDPA ignores or does
     without packing alone.
     """
@@ -68,11 +71,53 @@ def packed_attention(
     beyond = sorted(name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None)
     if beyond or kwargs.get("is_causal") is False:
         raise Unpackable(f"packed attention is causal SDPA and knows nothing of {beyond or ['is_causal = False']}")
+    lengths: list[int] | None = None
+    if packing.exchange is not None:
+        lengths = packing.exchange.lengths(sum(packing.lengths))
+        query, key, value = _to_heads(query, key, value, packing.exchange, lengths)
     if attention_mask is not None or query.shape[2] != key.shape[2] or query.shape[2] != sum(packing.lengths):
         raise ContractError(
             f"packed samples of {sum(packing.lengths)} positions lie in one row without mask and cache, got queries "
             f"{tuple(query.shape)}, keys {tuple(key.shape)} and {'a' if attention_mask is not None else 'no'} mask"
         )
+    out = _ragged(query, key, value, packing, dropout, scaling, sliding_window)
+    if packing.exchange is None or lengths is None:
+        return out, None
+    return packing.exchange.to_tokens(out.transpose(1, 2), lengths).transpose(1, 2), None
+
+
+def _to_heads(
+    query: Tensor, key: Tensor, value: Tensor, exchange: TokenExchange, lengths: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """All positions of this rank's heads, for all heads of its positions.
+
+    Raises Unpackable for values of another width. Where there are fewer heads of keys than ranks, each goes to all
+    ranks whose queries ask it.
+    """
+    if value.shape[-1] != query.shape[-1]:
+        raise Unpackable(
+            f"topology.sp = {exchange.size} exchanges queries, keys and values together, and values of width "
+            f"{value.shape[-1]} are not as wide as the queries' {query.shape[-1]}. Set topology.sp: 1."
+        )
+    times = max(1, exchange.size // key.shape[1])
+    of_rank = [
+        heads.unflatten(1, (exchange.size, -1))
+        for heads in (query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
+    ]
+    own = exchange.to_heads(torch.cat(of_rank, 2).flatten(1, 2), lengths)
+    return own.split([heads.shape[2] for heads in of_rank], 1)
+
+
+def _ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """`packed_attention` of all positions of some heads."""
     if has_ragged_attention(query.device, query.dtype) and dropout == 0.0:
         longest = max(packing.lengths)
         out = varlen_attn(
@@ -85,7 +130,7 @@ def packed_attention(
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
             enable_gqa=True,
         )
-        return out[None], None  # ty: ignore[invalid-argument-type] - a pair only where it is asked for
+        return out[None]  # ty: ignore[invalid-argument-type] - a pair only where it is asked for
     # Float32, CPUs and some accelerators have no kernel for ragged rows: one call per run of samples of equal length.
     sizes = [samples * length for samples, length in packing.runs]
     parts = zip(*(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
@@ -104,7 +149,7 @@ def packed_attention(
             enable_gqa=True,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
@@ -24,6 +25,7 @@ from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
+from unirl.models.rules import heads_problem, tokens_kept
 from unirl.models.spread_experts import published_experts, spread_stacked
 from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
@@ -31,7 +33,7 @@ from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import ExpertExchange
+from unirl.types.protocols.models import ExpertExchange, RecomputeContexts, TokenExchange
 from unirl.types.weights import PublishedParts
 
 with from_extra("transformers"):
@@ -43,6 +45,9 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = "model"
 """Beginning of the names of weight files."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
+"""Types of rotary embeddings whose frequencies follow the longest position of a forward."""
 
 
 @bounded("bundle")
@@ -64,6 +69,7 @@ class CausalLMBundle(OneComponentBundle):
     family: ClassVar[str] = "a language model"
     task_type: ClassVar[str | None] = "CAUSAL_LM"
     index_file: ClassVar[str] = "config.json"
+    spreads_tokens: ClassVar[bool] = True
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
@@ -103,6 +109,8 @@ class CausalLMBundle(OneComponentBundle):
         self._check_logits()
         self.is_packable = self._pack()
         """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
+        self.token_exchange: TokenExchange | None = None
+        """Between the ranks that share the positions of a packed row; None where this one has all."""
 
     # What the stage asks ---------------------------------------------------------------------------------------------
 
@@ -140,6 +148,31 @@ class CausalLMBundle(OneComponentBundle):
     @property
     def trained_module(self) -> nn.Module:
         return self.model
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """From now on a replay computes this rank's part of its packed row, see `unirl.models.spread_scores`; texts are
+        sampled by every rank. Raises ConfigError if the model or its heads do not allow it.
+        """
+        at, name = f"topology.sp = {exchange.size}", self.folder.path.name
+        if not self.spreads_tokens:
+            raise ConfigError(tokens_kept(at, type(self).__name__, self.keeps_tokens_because))
+        config = self.model.config.get_text_config()
+        if not self.is_packable:
+            raise ConfigError(tokens_kept(at, name, "its layers are not packed attention alone"))
+        rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or by type of layer
+        types = {
+            str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)
+        } & _ROPE_BY_LENGTH
+        if types:
+            reason = f"its rotations ({', '.join(sorted(types))}) depend on the longest position of a row"
+            raise ConfigError(tokens_kept(at, name, reason))
+        num_heads = config.num_attention_heads
+        num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads  # only those with fewer say it
+        problem = heads_problem("topology.sp", exchange.size, num_heads, num_key_heads, name)
+        if problem is not None:
+            raise ConfigError(problem)
+        self.token_exchange = exchange
+        return noop_context_fn
 
     def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:
         """From now on each token goes to the ranks of its experts. Returns the modules that hold the stacks.

@@ -41,6 +41,8 @@ class PackedBundle(OneComponentBundle):
     """Names of a kind in an error about weights; None for all."""
     is_packable: ClassVar[bool] = True
     """Replay never pads."""
+    token_exchange: ClassVar[None] = None
+    """No two ranks share a row."""
     vae: PackedAutoEncoder
     """The autoencoder of images."""
     model: Any  # Any: called as `unirl.models.ar` calls causal language models

@@ -23,6 +23,10 @@ class Qwen3MoeBundle(RoutedTokens, Qwen3Bundle):
     """Qwen3 with experts, of which each token goes to a few."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    spreads_tokens: ClassVar[bool] = False
+    keeps_tokens_because: ClassVar[str] = (
+        "its gates are measured and replayed by whole rows (topology.ep spreads experts)"
+    )
     spreads_experts: ClassVar[bool] = True
     gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeTopKRouter",)
     expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeExperts",)

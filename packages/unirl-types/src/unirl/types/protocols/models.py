@@ -509,6 +509,11 @@ class TokenExchange(Protocol):
     """
 
     @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        ...
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         ...
