@@ -1,5 +1,7 @@
 """What `trainer check` says of environments and their tools."""
 
+import importlib.util
+
 import pytest
 
 from unirl.app.environment import register_resolvers
@@ -59,6 +61,55 @@ def test_a_task_set_of_verifiers_needs_its_library_and_its_deadline(options, mes
     path = "unirl.rollout.environments.verifiers.environment.Verifiers"
     task_set = f"+turns.environment={{_target_: {path}, taskset: adding, {options}}}"
     assert message in found("~turns.environment", task_set)
+
+
+SERVING = "command=[python,-m,unirl.rollout.environments.tools.mcp.serving,'add=unirl.worlds.tools.world.Adder'"
+
+
+def mcp(name, *words):
+    at = f"turns.environment.tools.{name}"
+    return [f"+{at}._target_={TOOLS}.mcp.server.McpServer", *(f"+{at}.{word}" for word in words)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            mcp("web", "url=http://a", "command=[a]"),
+            "turns.environment.tools.web: an MCP server has a command or a url",
+        ),
+        (
+            mcp("web", "url=http://a", "tools=[a,b,a]"),
+            "turns.environment.tools.web: tools of an MCP server has a twice",
+        ),
+        (
+            [*mcp("web", "url=http://a", "tools=[add]")],
+            "tools.web and turns.environment.tools.add both have a tool 'add'. Give one another name, such as "
+            "turns.environment.tools.web.tools: {add: OTHER}.",
+        ),
+        (
+            [*mcp("web", "url=http://a", "tools={find: search}"), *mcp("more", "url=http://b", "tools=[search]")],
+            "turns.environment.tools.more and turns.environment.tools.web both have a tool 'search'",
+        ),
+        (mcp("web", "url=http://127.0.0.1:9/mcp", "tools=[a]"), "at http://127.0.0.1:9/mcp cannot be reached: Connect"),
+        (mcp("sums", f"{SERVING}]"), "turns.environment.tools.add both have a tool 'add'"),
+        (mcp("sums", f"{SERVING}]", "tools={sub: minus}"), "has no tool sub. It has add."),
+        (
+            mcp("sums", f"{SERVING}]", "tools={add: plus}", "timeout_s=9"),
+            "tools.sums.timeout_s * turns.environment.max_c",
+        ),
+        (mcp("sums", f"{SERVING}]", "tools={add: plus}", "shows_images=true"), "McpServer shows images, but bundle"),
+    ],
+)
+def test_servers_of_tools_are_asked_before_a_run(words, message):
+    assert message in found(*words)
+
+
+def test_a_server_whose_tools_have_other_names_is_right(monkeypatch):
+    words = mcp("sums", f"{SERVING}]", "tools={add: plus}")
+    assert found(*words) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "tools.sums: MCP servers need the library mcp: pip install 'unirl-rollout[mcp]'" in found(*words)
 
 
 def test_a_tool_that_shows_images_needs_a_model_that_reads_them_between_turns():

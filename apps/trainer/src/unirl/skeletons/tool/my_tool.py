@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.tools.base import Tool, ToolError
@@ -16,15 +16,15 @@ class MyTool(Tool):
     max_digits: of a number. The constructor keeps plain values: the object is sent to processes.
     """
 
-    description: ClassVar[str] = "Add whole numbers."
-    parameters: ClassVar[Mapping[str, Any]] = {
+    description: str = "Add whole numbers."
+    parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"expression": {"type": "string", "description": "for example 48213+95760"}},
         "required": ["expression"],
         "additionalProperties": False,
     }
     """JSON schema of the arguments, against which calls are checked."""
-    deterministic: ClassVar[bool] = True
+    deterministic: bool = True
     """Equal calls have equal answers, so an episode survives the end of its process."""
 
     def __init__(self, max_digits: int = 9) -> None:

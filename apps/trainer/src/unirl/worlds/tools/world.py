@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,9 +68,9 @@ class Problem:
 class Adder(Tool):
     """Adds two whole numbers."""
 
-    description: ClassVar[str] = "Add two whole numbers."
-    parameters: ClassVar[Mapping[str, Any]] = one_text("expression", "for example 48213+95760")  # Any: JSON
-    deterministic: ClassVar[bool] = True
+    description: str = "Add two whole numbers."
+    parameters: Mapping[str, Any] = one_text("expression", "for example 48213+95760")  # Any: JSON
+    deterministic: bool = True
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:
         """The sum. Raises ToolError for anything but two numbers of up to nine digits with a + between them."""

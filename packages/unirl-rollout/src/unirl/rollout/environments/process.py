@@ -23,6 +23,7 @@ from typing import Any
 from unirl.rollout.environments import wire
 from unirl.rollout.environments.base import Environment, Step, Task, reason_of
 from unirl.rollout.environments.programs import end_programs
+from unirl.types.errors import ConfigError
 
 Answer = Any  # Any: an observation, or the `Step` of one
 
@@ -89,6 +90,9 @@ def main(calls: int, life: int, mark: str = "") -> None:
                 resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
             prototype.prepare()
         except EOFError:
+            return
+        except ConfigError as error:
+            wire.send(owner, Raised(str(error)))
             return
         except BaseException:
             wire.send(owner, Raised(traceback.format_exc()))

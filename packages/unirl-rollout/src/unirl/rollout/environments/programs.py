@@ -22,6 +22,13 @@ def marking(mark: str) -> list[str]:
     return ["env", f"{MARK}={mark}"]
 
 
+def mark_of_this_process() -> str | None:
+    """Its mark, for programs that do not inherit all variables; None without one."""
+    words = Path("/proc/self/environ").read_bytes().split(b"\0")
+    head = f"{MARK}=".encode()
+    return next((word.removeprefix(head).decode() for word in words if word.startswith(head)), None)
+
+
 def end_programs(mark: str) -> None:
     """Kill all processes with this mark but the one that calls."""
     wanted = f"{MARK}={mark}".encode()

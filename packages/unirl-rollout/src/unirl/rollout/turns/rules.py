@@ -10,7 +10,11 @@ from unirl.types.recipe import Machine, Messages, Part, Run
 
 TOKENIZER = "tokenizer_config.json"
 NEEDS_TEMPLATE = "needs a chat template, which says how messages follow each other"
-PYTHON = "unirl.rollout.environments.tools.python.PythonInterpreter"
+LONGEST_CALL = {
+    "unirl.rollout.environments.tools.python.PythonInterpreter": "time_s",
+    "unirl.rollout.environments.tools.mcp.server.McpServer": "timeout_s",
+}
+"""Tools that end a slow call themselves, and the keyword that says when."""
 
 
 def texts_take_turns(own: Part, run: Run) -> Messages:
@@ -35,14 +39,15 @@ def calls_end_before_their_step(own: Part, run: Run) -> Messages:
     if environment is None:
         return
     for tool in environment.inside("tools").values():
-        if PYTHON not in tool.lineage:
+        keyword = next((LONGEST_CALL[path] for path in tool.lineage if path in LONGEST_CALL), None)
+        if keyword is None:
             continue
-        call_s, num_calls, step_s = tool.get("time_s"), environment.get("max_calls", 1), own.get("step_timeout_s")
+        call_s, num_calls, step_s = tool.get(keyword), environment.get("max_calls", 1), own.get("step_timeout_s")
         if call_s * num_calls >= step_s:
             yield (
-                f"{tool.at}.time_s * {environment.at}.max_calls = {call_s:g} * {num_calls} = {call_s * num_calls:g} s "
-                f"reaches {own.at}.step_timeout_s = {step_s:g}: a turn of slow calls would lose its process. Raise the "
-                "last, or lower one of the others."
+                f"{tool.at}.{keyword} * {environment.at}.max_calls = {call_s:g} * {num_calls} = {call_s * num_calls:g} "
+                f"s reaches {own.at}.step_timeout_s = {step_s:g}: a turn of slow calls would lose its process. Raise "
+                "the last, or lower one of the others."
             )
 
 
@@ -90,7 +95,7 @@ def has_template(folder: Path) -> bool:
 
 
 def _shows_images(part: Part) -> bool:
-    return bool(part.abilities.get("shows_images"))
+    return bool(part.get("shows_images", part.abilities.get("shows_images")))
 
 
 RULES = (

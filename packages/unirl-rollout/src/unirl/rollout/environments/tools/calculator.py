@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.tools.base import Tool, ToolError, one_text
@@ -31,9 +31,9 @@ class Calculator(Tool):
     Whole numbers are exact; other results have up to 12 decimal places.
     """
 
-    description: ClassVar[str] = "Calculate an arithmetic expression with + - * / // % ** and brackets."
-    parameters: ClassVar[Mapping[str, Any]] = one_text("expression", "for example (3.5 + 4) * 2")  # Any: JSON
-    deterministic: ClassVar[bool] = True
+    description: str = "Calculate an arithmetic expression with + - * / // % ** and brackets."
+    parameters: Mapping[str, Any] = one_text("expression", "for example (3.5 + 4) * 2")  # Any: JSON
+    deterministic: bool = True
 
     def __call__(self, arguments: Mapping[str, Any], task: Task) -> str:
         """The value. Raises ToolError if it is no such expression, or too long or large."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from PIL import Image
 
@@ -26,8 +26,8 @@ class Crop(Tool):
     model is told.
     """
 
-    description: ClassVar[str] = "Show a rectangle of an image of the question."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
+    description: str = "Show a rectangle of an image of the question."
+    parameters: Mapping[str, Any] = {  # Any: JSON
         "type": "object",
         "properties": {
             "box": {
@@ -42,8 +42,8 @@ class Crop(Tool):
         "required": ["box"],
         "additionalProperties": False,
     }
-    deterministic: ClassVar[bool] = True
-    shows_images: ClassVar[bool] = True
+    deterministic: bool = True
+    shows_images: bool = True
 
     def __init__(self, *, min_side: PositiveInt = 8) -> None:
         self._min_side = min_side
@@ -72,8 +72,8 @@ class Zoom(Tool):
     max_factor: largest enlargement. A point beyond the image, or another factor, is an error that the model is told.
     """
 
-    description: ClassVar[str] = "Show the surroundings of a point of an image of the question, enlarged."
-    parameters: ClassVar[Mapping[str, Any]] = {  # Any: JSON
+    description: str = "Show the surroundings of a point of an image of the question, enlarged."
+    parameters: Mapping[str, Any] = {  # Any: JSON
         "type": "object",
         "properties": {
             "x": {"type": "integer", "minimum": 0, "description": "pixels from the left"},
@@ -84,8 +84,8 @@ class Zoom(Tool):
         "required": ["x", "y", "factor"],
         "additionalProperties": False,
     }
-    deterministic: ClassVar[bool] = True
-    shows_images: ClassVar[bool] = True
+    deterministic: bool = True
+    shows_images: bool = True
 
     def __init__(self, *, max_factor: float = 8.0) -> None:
         if max_factor <= 1:

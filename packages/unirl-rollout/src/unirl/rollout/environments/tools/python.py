@@ -35,8 +35,8 @@ class PythonInterpreter(Tool):
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.environments.tools.python_rules"
-    description: ClassVar[str] = "Run Python code. Answers what it prints and the value of a last expression."
-    parameters: ClassVar[Mapping[str, Any]] = one_text("code")  # Any: JSON
+    description: str = "Run Python code. Answers what it prints and the value of a last expression."
+    parameters: Mapping[str, Any] = one_text("code")  # Any: JSON
 
     def __init__(
         self,

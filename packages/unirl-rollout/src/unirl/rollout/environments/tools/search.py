@@ -28,9 +28,9 @@ class CorpusSearch(Tool):
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.environments.tools.search_rules"
-    description: ClassVar[str] = "Search a collection of documents by words."
-    parameters: ClassVar[Mapping[str, Any]] = one_text("query", "a few words")  # Any: JSON
-    deterministic: ClassVar[bool] = True
+    description: str = "Search a collection of documents by words."
+    parameters: Mapping[str, Any] = one_text("query", "a few words")  # Any: JSON
+    deterministic: bool = True
 
     def __init__(
         self,
