@@ -41,5 +41,5 @@ class SpreadScores:
         return cls(exchange, counts, own, places_N[own] - start, order.argsort())
 
     def whole(self, scores: Tensor, dim: int) -> Tensor:
-        """Of all N tokens what each rank has of its n along `dim`, in the tokens' own order. A collective."""
+        """What each rank has of its n tokens along `dim`, put together in the order of all N. A collective."""
         return self.exchange.gathered(scores, dim, self.counts).index_select(dim, self.back.to(scores.device))
