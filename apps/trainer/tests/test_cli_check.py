@@ -263,6 +263,15 @@ MISTAKES = [
         {"backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "activation_offload": True}},
         "backend.fsdp.activation_offload does nothing with device: cpu",
     ),
+    ({"backend.optimizer.offload": True}, "backend.optimizer.offload does nothing with device: cpu. Remove it."),
+    (
+        {
+            "device": "cuda",
+            "backend.optimizer.offload": True,
+            "backend.fsdp": {"_target_": "unirl.train.configs.FSDPConfig", "cpu_offload": True},
+        },
+        "backend.optimizer.offload does nothing with backend.fsdp.cpu_offload, which keeps weights, gradients and",
+    ),
     (
         {"backend.optimizer.states": "8bit", "backend.optimizer.implementation": "fused"},
         "backend.optimizer.implementation = 'fused' is a form of torch's AdamW",

@@ -152,6 +152,8 @@ def test_smaller_states_of_the_optimizer_and_parameters_in_half_precision_are_co
     codes = by_name("sd3/refl", "+backend.optimizer.states=8bit")["train"]
     saved = whole["gradients and Adam"] - codes["gradients and Adam"]
     assert saved == pytest.approx(2.47e9 * (6 - 8 / 256) / 8)
+    hosted = by_name("sd3/refl", "+backend.optimizer.offload=true")["train"]
+    assert whole["gradients and Adam"] - hosted["gradients and Adam"] == pytest.approx(2.47e9 * 8 / 8)
     half = by_name("sd3/refl", "+backend.optimizer.states=bf16", "backend.fsdp.master_dtype=bf16")["train"]
     assert half["trained weights"] + half["gradients and Adam"] == pytest.approx(2.47e9 * 8 / 8)
 

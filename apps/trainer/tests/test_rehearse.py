@@ -297,7 +297,10 @@ def test_only_what_is_counted_decides_whether_it_fits() -> None:
     fits, said = verdict(found, 40e9)
     assert not fits
     assert said[1].startswith("    activations 60.00 GB: ")
-    assert said[2] == "    optimizer 18.00 GB: backend.optimizer.states=8bit, more devices, or parts/train=lora"
+    assert said[2] == (
+        "    optimizer 18.00 GB: backend.optimizer.offload=true, backend.optimizer.states=8bit, more devices, or "
+        "parts/train=lora"
+    )
 
 
 @pytest.mark.parametrize("text", ["80", "80MB", "much"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unirl.train.backend import activation_offload
+from unirl.train import host_memory
 from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.recompute import selective
 from unirl.train.backend.wrap import checkpoint_activations
@@ -77,8 +77,8 @@ def test_gradients_keep_their_bits(how: str, times: dict[str, Any]) -> None:
 def test_a_storage_is_copied_once_and_nothing_is_left() -> None:
     model, made = Model(), list[Tensor]()
     offload_activations(list(model.blocks), torch.device("cpu"))
-    own = activation_offload.host_memory
-    with patch.object(activation_offload, "host_memory", lambda like: made.append(own(like)) or made[-1]):
+    own = host_memory.host_memory
+    with patch.object(host_memory, "host_memory", lambda like: made.append(own(like)) or made[-1]):
         loss = model(torch.randn(4, TOKENS, WIDTH)).square().mean()
     one = 4 * TOKENS * WIDTH
     # The shared scale once, and of each block what it was given, what was scaled, query, key and value together,
@@ -95,5 +95,5 @@ def test_a_storage_is_copied_once_and_nothing_is_left() -> None:
 def test_without_gradient_nothing_moves() -> None:
     model = Model()
     offload_activations(list(model.blocks), torch.device("cpu"))
-    with torch.no_grad(), patch.object(activation_offload, "host_memory", side_effect=AssertionError):
+    with torch.no_grad(), patch.object(host_memory, "host_memory", side_effect=AssertionError):
         model(torch.randn(4, TOKENS, WIDTH))

@@ -39,6 +39,13 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return results_of_ranks(partial(run_scenarios, folder), folder)
 
 
+def test_moments_on_the_host_are_those_of_shards_on_the_device(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        found, expected = rank["topologies"]["hosted"]["state"], rank["topologies"]["sharded"]["state"]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
 @pytest.mark.parametrize("name", ["sharded", "replicated", "one_by_two", "lora", "kept_gathered"])
 def test_two_ranks_take_the_steps_that_one_takes(name: str, ranks: list[dict[str, Any]]):
     one = gradients_and_state(**({"lora": lora_config()} if name == "lora" else {}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -220,6 +221,8 @@ def _steps_of_topologies(folder: Path) -> dict[str, Any]:
     found = {name: gradients_and_state(topology=topology) for name, topology in TOPOLOGIES.items()}
     found["lora"] = gradients_and_state(lora=lora_config())
     found["kept_gathered"] = gradients_and_state(fsdp=FSDPConfig(reshard_after_forward=False))
+    with patch("unirl.train.backend.fsdp.check_offload"):  # which a CPU refuses
+        found["hosted"] = gradients_and_state(optimizer=OptimizerConfig(learning_rate=1e-2, offload=True))
     return found
 
 

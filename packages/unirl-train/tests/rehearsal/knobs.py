@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from unirl.rehearsal.ledger import Ledger
 from unirl.rehearsal.mode import Rehearsal
-from unirl.train.backend import activation_offload
+from unirl.train import host_memory, hosted_states
+from unirl.train.backend import fsdp
 from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.configs import FSDPConfig, LoraConfig
@@ -36,6 +37,8 @@ CASES: Mapping[str, dict[str, Any]] = {
     "nf4": {"lora": LoraConfig(rank=4, alpha=4.0, base="nf4")},
     "8bit": {"optimizer": OptimizerConfig(1e-3, states="8bit")},
     "bf16": {"optimizer": OptimizerConfig(1e-3, states="bf16")},
+    "hosted": {"optimizer": OptimizerConfig(1e-3, implementation="loop", offload=True)},
+    "hosted 8bit": {"optimizer": OptimizerConfig(1e-3, states="8bit", offload=True)},
     **{
         f"offload {how}": {"fsdp": FSDPConfig(activation_checkpointing=how, activation_offload=True)}
         for how in (False, "full", "selective")
@@ -81,11 +84,11 @@ def step(device: str, ledger: Ledger, phase: Callable[[str], None], options: dic
     bundle = Bundle(device)
     config = OptimizerConfig(1e-3, implementation="loop")
     before = ledger.device_bytes
-    fsdp = options.get("fsdp", FSDPConfig())
+    sharding = options.get("fsdp", FSDPConfig())
     if device == "cpu":  # where recipes may not ask for it
-        options = {**options, "fsdp": replace(fsdp, activation_offload=False)}
+        options = {**options, "fsdp": replace(sharding, activation_offload=False)}
     backend = FSDPBackend(bundle, device=device, **{"optimizer": config, **options})  # ty: ignore[invalid-argument-type]
-    if device == "cpu" and fsdp.activation_offload:
+    if device == "cpu" and sharding.activation_offload:
         offload_activations(list(bundle.model), torch.device(device))
     state = ledger.device_bytes - before
     inputs = torch.randn(ROWS, TOKENS, WIDTH, device=device)
@@ -102,7 +105,7 @@ def step(device: str, ledger: Ledger, phase: Callable[[str], None], options: dic
     return {**peaks, "state": state}
 
 
-def _on_host(ledger: Ledger, like: Tensor, own: Callable[[Tensor], Tensor] = activation_offload.host_memory) -> Tensor:
+def _on_host(ledger: Ledger, like: Tensor, own: Callable[[Tensor], Tensor] = host_memory.host_memory) -> Tensor:
     """Memory for a copy, which counts as the host's."""
     made = own(like)
     ledger.leave(made)
@@ -115,7 +118,12 @@ def main() -> None:
     for kind, device in (("rehearsed", PRETEND), ("real", "cpu")):
         for name, options in CASES.items():
             mode = Rehearsal() if kind == "rehearsed" else Counted()
-            with mode, patch.object(activation_offload, "host_memory", functools.partial(_on_host, mode.ledger)):
+            with (
+                mode,
+                patch.object(host_memory, "host_memory", functools.partial(_on_host, mode.ledger)),
+                patch.object(hosted_states, "VISIT_BYTES", 1 << 16),
+                patch.object(fsdp, "check_offload"),
+            ):
                 phase = mode.enter_phase if isinstance(mode, Rehearsal) else mode.ledger.enter_phase
                 found[name][kind] = step(device, mode.ledger, phase, options)
     sys.stdout.write(json.dumps(found))

@@ -54,7 +54,8 @@ def knobs() -> Any:
 @pytest.mark.parametrize(
     ("knob", "of"),
     [(name, "step") for name in ("full", "selective", "offload False", "offload full", "offload selective")]
-    + [("8bit", "state"), ("bf16", "state"), ("nf4", "update")],
+    + [("8bit", "state"), ("bf16", "state"), ("nf4", "update")]
+    + [("hosted", "state"), ("hosted", "step"), ("hosted", "update"), ("hosted 8bit", "state")],
 )
 def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> None:
     without = knobs["lora" if knob == "nf4" else "none"]

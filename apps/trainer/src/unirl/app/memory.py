@@ -120,8 +120,11 @@ class _Estimate:
         parts: dict[str, float] = {}
         lora = self.backend.get("lora")
         master = _BYTES[str(self.fsdp.get("master_dtype", "fp32"))]
+        optimizer = self.backend.inner["optimizer"]
         # A scale of four bytes per block of 256 besides.
-        moments = {"full": 2 * master, "8bit": 2 + 8 / 256, "bf16": 4}[self.backend.inner["optimizer"].get("states")]
+        moments = {"full": 2 * master, "8bit": 2 + 8 / 256, "bf16": 4}[optimizer.get("states")]
+        if optimizer.get("offload"):
+            moments = 0
         if lora is None:
             parts["trained weights"] = self._sharded(sizes.trained * master)
             parts["gradients and Adam"] = self._sharded(sizes.trained * (master + moments))

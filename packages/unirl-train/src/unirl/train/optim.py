@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from unirl.train.configs import LrSchedulerConfig
+from unirl.train.hosted_states import HostedOptimizer, hosted
 from unirl.train.shards import local_part
 from unirl.train.small_states import SmallStateAdamW
 from unirl.types.devices import widened
@@ -61,15 +62,18 @@ def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> t
 
     One group of parameters for each mesh that they are sharded over, since a kernel takes those of one.
     """
+    keep = hosted if config.offload else _here
     if config.states != "full":
-        return SmallStateAdamW(
+        small = SmallStateAdamW(
             parameters,
             states=config.states,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
+            keep=keep,
         )
+        return HostedOptimizer(small) if config.offload else small
     implementation = adamw_implementation(parameters, config.implementation)
     of_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -88,14 +92,21 @@ def make_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> t
         on = parameter.device if implementation == "fused" else torch.device("cpu")
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=on),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg": keep(torch.zeros_like(parameter, requires_grad=False)),
+            "exp_avg_sq": keep(torch.zeros_like(parameter, requires_grad=False)),
         }
-    return optimizer
+    return HostedOptimizer(optimizer) if config.offload else optimizer
+
+
+def _here(state: Tensor) -> Tensor:
+    return state
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer of `make_adamw`; a step count that lives on the host stays there."""
+    """Move the state of an optimizer of `make_adamw`; a step count that lives on the host stays there, and so do states
+    that are offloaded."""
+    if isinstance(optimizer, HostedOptimizer):
+        return
     is_fused = bool(optimizer.param_groups[0]["fused"])
     for parameter, state in optimizer.state.items():
         moved = {key: value.to(device) for key, value in state.items() if key != "step" or is_fused}

@@ -11,3 +11,10 @@ from torch.distributed.tensor import DTensor
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A DTensor as `like` with another part of this rank, on whatever device that is; `local` itself where `like` is no
+    DTensor. `DTensor.from_local` would move it to the devices of the mesh."""
+    return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local

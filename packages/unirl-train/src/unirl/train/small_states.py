@@ -72,7 +72,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
 
     states: "8bit", codes of one byte with a float32 scale per block of a row (parameters of too few elements, or whose
     rows do not divide, keep float32); "bf16", rounded at random. Parameters in bfloat16 are rounded at random too, so
-    that small updates add up.
+    that small updates add up. keep: gives what is kept of each new state, in the memory where it is to rest.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SmallStateAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        keep: Callable[[Tensor], Tensor],
     ) -> None:
         # `fused` as torch's AdamW has it: step counts are numbers of the host.
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": False}
@@ -91,7 +92,10 @@ class SmallStateAdamW(torch.optim.Optimizer):
         self._states = states
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
         for parameter in parameters:
-            self.state[parameter] = self._zeros(parameter)
+            zeros = self._zeros(parameter)
+            self.state[parameter] = {name: zeros[name] if name == "step" else keep(zeros[name]) for name in zeros}
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters, 1)}
+        """No two parameters are rounded alike, and each as ever where some are stepped at a time."""
 
     def _zeros(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), dtype=torch.float32)}
@@ -118,18 +122,16 @@ class SmallStateAdamW(torch.optim.Optimizer):
         """One step of every parameter that has a gradient. Returns the loss that `closure`, called before, computes."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        number = 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                number += 1
                 if parameter.grad is not None:
                     self.state[parameter]["step"] += 1
-                    self._update(parameter, parameter.grad, group, number)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], number: int) -> None:
-        # Any: a group's options. number: of the parameter, no two of which are rounded alike.
-        state = self.state[parameter]
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        # Any: a group's options.
+        state, number = self.state[parameter], self._numbers[parameter]
         step = int(state["step"])
         order = _in_order(parameter)
         local = {name: local_part(value).permute(order).view(-1) for name, value in state.items() if name != "step"}

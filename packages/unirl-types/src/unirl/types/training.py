@@ -38,6 +38,8 @@ class OptimizerConfig:
     """How both moments are kept: in the dtype of the parameters ("full"), as codes of 8 bits with a scale per block
     ("8bit"), or in bfloat16, rounded at random ("bf16"). With the latter two bfloat16 parameters are rounded at random
     too, so that small updates add up."""
+    offload: bool = False
+    """Moments rest in host memory, and visit the device while their parameters are stepped. Accelerators only."""
 
     def __post_init__(self) -> None:
         if self.states not in get_args(OptimizerStates):

@@ -148,6 +148,13 @@ def _share_tokens(run: ComposedRun, fraction: float) -> Iterator[Changes]:
     yield tuple(changes)
 
 
+def _host_states(run: ComposedRun, fraction: float) -> Iterator[Changes]:
+    for policy in run.policies.values():
+        optimizer, fsdp = policy.backend.get("optimizer") or {}, policy.backend.get("fsdp") or {}
+        if fraction < 1 and run.device != "cpu" and not optimizer.get("offload") and not fsdp.get("cpu_offload"):
+            yield (f"{policy.backend.at}.optimizer.offload=true",)
+
+
 def _small_states(run: ComposedRun, fraction: float) -> Iterator[Changes]:
     for policy in run.policies.values():
         optimizer = policy.backend.get("optimizer") or {}
@@ -200,6 +207,7 @@ FORWARD_BATCH = Knob("engine.forward_batch_size lower", _forward_batch, 1)
 DECODE_BATCH = Knob("pipeline.decode_batch_size lower", _decode_batch, 1)
 MORE_DEVICES, LORA = Knob("more devices"), Knob("parts/train=lora")
 REST_OPTIMIZER = Knob("residency.offload_optimizer=true", _residency("offload_optimizer"))
+HOST_STATES = Knob("backend.optimizer.offload=true", _host_states)
 REST_REWARD = Knob("residency.offload_reward=true", _residency("offload_reward"))
 REST_ENCODERS = Knob("bundle.rest_text_encoders=true", _switch(lambda policy: policy.bundle, "rest_text_encoders"))
 SLEEP = Knob("residency.sleep_engine=true", _residency("sleep_engine"))
@@ -219,7 +227,7 @@ KNOBS: Mapping[str, Mapping[str, tuple[Knob, ...]]] = {
 """What makes a category smaller in one phase."""
 ALWAYS: Mapping[str, tuple[Knob, ...]] = {
     SAMPLES: (Knob("batch_size lower"), Knob("engine.media_bits=8")),
-    OPTIMIZER: (Knob("backend.optimizer.states=8bit", _small_states, 4), MORE_DEVICES, LORA),
+    OPTIMIZER: (HOST_STATES, Knob("backend.optimizer.states=8bit", _small_states, 4), MORE_DEVICES, LORA),
     GRADIENTS: (MORE_DEVICES, LORA),
     COPIES: (MORE_DEVICES, LORA),
     ENGINE: (Knob("the engine's share of the memory lower"), Knob("parts/layout=separate")),

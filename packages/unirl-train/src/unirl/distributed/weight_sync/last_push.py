@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from unirl.train.backend.activation_offload import host_memory
+from unirl.train.host_memory import host_memory
 from unirl.types.deltas import element_delta, put_delta
 from unirl.types.weights import WeightSpec
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from unirl.types.devices import building_on, has_values, is_accelerator
+from unirl.train import host_memory
 
 SMALLEST_BYTES = 16384
 """A smaller tensor stays: starting its copy takes as long as making it again."""
@@ -56,13 +56,6 @@ def _run(host: _Host, forward: Callable[..., Value], *args: Value, **kwargs: Val
     return result
 
 
-def host_memory(like: Tensor) -> Tensor:
-    """Uninitialised memory of the host for a tensor; pinned where an accelerator copies from and to it."""
-    is_pinned = is_accelerator(like.device) and has_values(like.device)
-    with building_on("cpu", of=like.device) as place:
-        return torch.empty(like.shape, dtype=like.dtype, device=place, pin_memory=is_pinned)
-
-
 class _Storage:
     """One storage that blocks keep: on the device, on the host, or on both."""
 
@@ -70,7 +63,7 @@ class _Storage:
         self.origin = weakref.ref(flat.untyped_storage())
         """The storage that it is a copy of, while that lives."""
         self.on_device: Tensor | None = flat
-        self.on_host = host_memory(flat)
+        self.on_host = host_memory.host_memory(flat)
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ class _Host:
 
     def _streaming(self) -> Value:
         """Within it copies run on the separate stream, after all that was computed before."""
-        if not (is_accelerator(self._device) and has_values(self._device)):
+        if not host_memory.has_streams(self._device):
             return nullcontext()
         module = torch.get_device_module(self._device)
         if self._stream is None:

@@ -23,6 +23,7 @@ from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard, shard_all
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
+from unirl.train.hosted_states import check_offload
 from unirl.train.lora import adapters_disabled, is_empty
 from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
@@ -85,6 +86,7 @@ class FSDPBackend:
         for name in ("cpu_offload", "activation_offload"):
             if getattr(self._config, name) and not is_accelerator(self.device):
                 raise ConfigError(f"fsdp.{name} does nothing on device {self.device}. Set it to false.")
+        check_offload(optimizer, self.device, keeps_host=self._config.cpu_offload)
         topology = topology if topology is not None else TrainTopology()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.mesh_place = topology.place(rank, world_size)
@@ -213,6 +215,7 @@ class FSDPBackend:
         """
         if name in self._auxiliary or "/" in name or not name:
             raise ContractError(f"module name {name!r} is taken or not a plain name")
+        check_offload(optimizer, self.device, keeps_host=False)
         self._auxiliary[name] = AuxiliaryModule(
             module.to(self.device), optimizer, max_grad_norm=max_grad_norm, ranks=self.collectives
         )

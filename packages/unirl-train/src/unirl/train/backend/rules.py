@@ -45,6 +45,8 @@ def device_options_fit(own: Part, run: Run) -> Messages:
     for name in ("cpu_offload", "activation_offload"):
         if run.device == "cpu" and (own.get("fsdp") or {}).get(name):
             yield f"{own.at}.fsdp.{name} does nothing with device: cpu. Remove it."
+    if run.device == "cpu" and (own.get("optimizer") or {}).get("offload"):
+        yield f"{own.at}.optimizer.offload does nothing with device: cpu. Remove it."
 
 
 def sharding_suits_the_device(own: Part, run: Run) -> Messages:
@@ -78,6 +80,16 @@ def form_of_the_optimizer_is_for_its_states(own: Part, run: Run) -> Messages:
         yield (
             f"{own.at}.optimizer.implementation = {form!r} is a form of torch's AdamW, which keeps full states. Set "
             f"implementation: auto, or states: full instead of {states}."
+        )
+
+
+def moments_are_offloaded_in_one_way(own: Part, run: Run) -> Messages:
+    """With the whole optimizer on the host nothing is left to move. The class refuses both too, once it is made."""
+    del run
+    if (own.get("optimizer") or {}).get("offload") and (own.get("fsdp") or {}).get("cpu_offload"):
+        yield (
+            f"{own.at}.optimizer.offload does nothing with {own.at}.fsdp.cpu_offload, which keeps weights, gradients "
+            "and moments in host memory. Remove one of the two."
         )
 
 
@@ -141,6 +153,7 @@ RULES = (
     sharding_suits_the_device,
     kept_reference_has_a_use,
     form_of_the_optimizer_is_for_its_states,
+    moments_are_offloaded_in_one_way,
     offloaded_blocks_are_not_compiled,
     quantised_base_is_sampled_where_it_trains,
 )
