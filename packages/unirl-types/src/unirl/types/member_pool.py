@@ -145,6 +145,49 @@ class _Lost:
     error: WorkerError
 
 
+class _Starter(Generic[MemberT]):
+    """Starts processes that replace dead ones, until it is stopped."""
+
+    def __init__(self, restore: Callable[[MemberT], None]) -> None:
+        self._restore = restore
+        self._starting = threading.Lock()
+        self._is_stopped = False
+        self._reported = set[MemberT]()
+        """Dead members whose end the log has."""
+        self.num_restarts = 0
+
+    def report(self, member: MemberT, text: str) -> None:
+        """Say how a process ended, once, not for each of its calls."""
+        if member not in self._reported:
+            self._reported.add(member)
+            logger.warning("%s", text)
+
+    def replace(self, member: MemberT) -> None:
+        """Start another process, and give it the weights; again where it dies meanwhile."""
+        for attempt in range(1, _MAX_STARTS + 1):
+            with self._starting:
+                if self._is_stopped:
+                    return
+                self._reported.discard(member)
+                member.restart()
+                self.num_restarts += 1
+            try:
+                member.ready()
+                self._restore(member)
+            except WorkerError as error:
+                if member.is_alive or attempt == _MAX_STARTS:
+                    raise
+                logger.warning("%s\nIt had just taken the place of a dead process. Starting another.", error)
+            else:
+                logger.warning("%s took the place of a dead process, with the present weights", member.name)
+                return
+
+    def stop(self) -> None:
+        """Start no more."""
+        with self._starting:
+            self._is_stopped = True
+
+
 class MemberPool(Generic[MemberT]):
     """The members, which work in threads. `answers`, `post` and `wake` may be called from several threads at once; all
     else from one, while no calls run.
@@ -166,12 +209,12 @@ class MemberPool(Generic[MemberT]):
         """Calls that run."""
         self._callers: list[_Caller[MemberT]] = []
         """Those who have calls to make, in the order in which they came."""
-        self._starting = threading.Lock()
-        self._is_stopped = False
-        self._reported = set[MemberT]()
-        """Dead members whose end the log has."""
-        self.num_restarts = 0
+        self._starter = _Starter[MemberT](restore)
+
+    @property
+    def num_restarts(self) -> int:
         """Processes that replaced dead ones."""
+        return self._starter.num_restarts
 
     @property
     def members(self) -> tuple[MemberT, ...]:
@@ -209,7 +252,7 @@ class MemberPool(Generic[MemberT]):
             except WorkerError as error:
                 if member.is_alive:
                     raise
-                self._report(member, str(error))
+                self._starter.report(member, str(error))
         return answers
 
     def answers(
@@ -340,7 +383,7 @@ class MemberPool(Generic[MemberT]):
         except WorkerError as error:
             if member.is_alive:
                 raise
-            self._report(member, f"{error}\nIts samples go to the others.")
+            self._starter.report(member, f"{error}\nIts samples go to the others.")
             return _Lost(error)
         finally:
             self._ended(member, caller, number, is_answered=is_answered)
@@ -387,8 +430,7 @@ class MemberPool(Generic[MemberT]):
 
     def stop(self) -> None:
         """End all processes. Safe to call twice."""
-        with self._starting:
-            self._is_stopped = True
+        self._starter.stop()
         for member in self._members:
             member.stop()
         self._threads.shutdown(cancel_futures=True)
@@ -416,40 +458,14 @@ class MemberPool(Generic[MemberT]):
             healing = set(self._healing.values())
             for member in self._members:
                 if not member.is_alive and not self._calls[member] and member not in healing:
-                    self._report(member, f"{member.name}: {member.death}")  # no call may have met its death
-                    future = self._threads.submit(self._replace, member)
+                    self._starter.report(member, f"{member.name}: {member.death}")  # no call may have met its death
+                    future = self._threads.submit(self._starter.replace, member)
                     self._healing[future] = member
                     future.add_done_callback(lambda _: self.wake())
 
     def _take_back_healed(self) -> None:
         for future in [future for future in list(self._healing) if future.done()]:
             self._healed(future)
-
-    def _report(self, member: MemberT, text: str) -> None:
-        """Say how a process ended, once, not for each of its calls."""
-        if member not in self._reported:
-            self._reported.add(member)
-            logger.warning("%s", text)
-
-    def _replace(self, member: MemberT) -> None:
-        """Start another process, and give it the weights; again where it dies meanwhile."""
-        for attempt in range(1, _MAX_STARTS + 1):
-            with self._starting:
-                if self._is_stopped:
-                    return
-                self._reported.discard(member)
-                member.restart()
-                self.num_restarts += 1
-            try:
-                member.ready()
-                self._restore(member)
-            except WorkerError as error:
-                if member.is_alive or attempt == _MAX_STARTS:
-                    raise
-                logger.warning("%s\nIt had just taken the place of a dead process. Starting another.", error)
-            else:
-                logger.warning("%s took the place of a dead process, with the present weights", member.name)
-                return
 
     def _healed(self, future: Future[Any]) -> None:
         """Wait for a replacement. Raises what it raised, to one of those who wait for it."""
