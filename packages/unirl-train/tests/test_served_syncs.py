@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from served_fakes import LocalMember, pool_of, request
 
+from unirl.distributed.pools.lent import LentMembers
 from unirl.distributed.weight_sync.served_syncs import PushedPool, ServedSyncs
 from unirl.types.errors import WeightSyncError, WorkerError
 
@@ -178,3 +179,24 @@ def test_a_member_that_waits_for_a_push_does_not_keep_the_pool_from_closing() ->
         members[1].deadly = set()
         rewards(pool)
     assert not any(member.is_alive for member in members)
+
+
+def test_members_on_devices_that_train_are_pushed_to_and_asked_while_these_are_lent() -> None:
+    members = [LocalMember(number) for number in range(4)]
+    with pool_of(*members, rows=2) as pool:
+        sync = FakeSync()
+        syncs = ServedSyncs(sync, [PushedPool(pool, "engine")])
+        lent = LentMembers(pool, [0, 2, 7], ["engine"])
+        assert (lent.num_lent, lent.num_others) == (2, 2)
+        sync.version = 1
+        syncs.push()
+        lent.take_back(cuts_calls=False, sleeps=True)
+        assert [member.drawer.is_asleep for member in members] == [True, False, True, False]
+        sync.version = 2
+        syncs.push()
+        assert versions(members) == [1, 2, 1, 2] and rewards(pool) == [200 + row for row in range(8)]
+        members[2].is_alive = False
+        lent.lend(wakes=False)
+        sync.version = 3
+        syncs.push()
+        assert versions(members) == [3, 3, 3, 3] and members[2].num_starts == 2

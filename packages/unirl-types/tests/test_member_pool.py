@@ -331,3 +331,74 @@ def test_a_call_whose_first_member_has_died_is_continued_by_another():
         )
     )
     assert found[0][0] == "more" and members[0].asked[:2] == ["first", "more"]
+
+
+class WaitingMember(FakeMember):
+    """Answers when `may_go`, or "a part" when it is told "end"."""
+
+    def __init__(self, pid):
+        super().__init__(pid)
+        self.may_go, self.is_asked, self.is_told = threading.Event(), threading.Event(), False
+
+    def call(self, message):
+        self.is_asked.set()
+        assert self.may_go.wait(60)
+        self.asked.append(message)
+        return ("a part" if self.is_told else message), self.pid
+
+    def post(self, message):
+        assert message == "end"
+        self.is_told = True
+        self.may_go.set()
+
+
+def test_members_that_rest_get_no_calls_and_others_continue_theirs():
+    first, second = members = WaitingMember(1), WaitingMember(2)
+    pool, found = pool_of(*members), {}
+
+    def go_on(_, answer):
+        return "the rest" if answer[0] == "a part" else None
+
+    def ask():
+        found.update(pool.answers(range(4), lambda number: f"call {number}", lambda answer: answer, go_on=go_on))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert first.is_asked.wait(60) and second.is_asked.wait(60)
+    pool.rest([first], ["end"])
+    assert first.asked == ["call 0"] and pool.working == (second,)
+    second.may_go.set()
+    asking.join(60)
+    assert found[0] == ("the rest", 2) and first.asked == ["call 0"]
+    assert [found[number][1] for number in range(4)] == [2, 2, 2, 2]
+    pool.work([first])
+    assert pool.working == members and dict(pool.answers([0], str, lambda answer: answer)) == {0: ("a part", 1)}
+
+
+def test_a_member_that_is_to_rest_ends_its_call_first_where_nothing_cuts_it_short():
+    member = WaitingMember(1)
+    pool, found, order = pool_of(member, FakeMember(2)), {}, []
+    asking = threading.Thread(target=lambda: found.update(pool.answers([0], str, lambda answer: answer)))
+    asking.start()
+    assert member.is_asked.wait(60)
+    resting = threading.Thread(target=lambda: (pool.rest([member]), order.append("rests")))
+    resting.start()
+    order.append("may go")
+    member.may_go.set()
+    for thread in (asking, resting):
+        thread.join(60)
+    assert order == ["may go", "rests"] and found == {0: ("0", 1)}
+
+
+def test_a_member_that_died_while_it_rested_is_replaced_when_it_works_again():
+    restored: list[int] = []
+    resting, other = FakeMember(1), FakeMember(2)
+    pool = pool_of(resting, other, restore=lambda member: restored.append(member.pid))
+    pool.rest([resting])
+    resting.is_alive = False
+    assert {pid for _, pid in asked(pool, 3).values()} == {2} and not restored
+    pool.heal()
+    assert not restored
+    pool.work([resting])
+    pool.heal()
+    assert restored == [1] and resting.is_alive

@@ -278,10 +278,10 @@ class ExperienceReplay:
 class Schedule:
     """Which phases of a run overlap, see docs/guides/async.md."""
 
-    kind: Literal["sync", "pipelined", "one_step_off", "async"] = "sync"
+    kind: Literal["sync", "pipelined", "one_step_off", "async", "hybrid"] = "sync"
     """sync: collect, then train. pipelined: requests of a rollout are trained on while its next ones are collected.
     async: rollouts are collected while others are trained on, up to `max_staleness`. one_step_off: async with one
-    version and whole rollouts."""
+    version and whole rollouts. hybrid: async, and devices that train generate while training waits for samples."""
     max_staleness: NonNegativeInt | None = None
     """Versions by which the weights that train may be newer than those that a sample began with; None: 1 of async."""
     groups_per_request: PositiveInt | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from unirl.distributed.held import Held
 from unirl.distributed.pools.gates import Gates
-from unirl.distributed.pools.running import RunningPool, pool_metrics, scale_pools
+from unirl.distributed.pools.running import LentPool, RunningPool, pool_metrics, scale_pools
 from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span
@@ -24,7 +24,7 @@ class WorkerGroups(Runtime):
     are held by `main`. The groups are closed together, and then `on_close` is called.
     led: roles that several groups implement together, by name: objects in this process with the role's methods.
     pools: the groups by the names of their pools, those of `led` roles too. hosting: pools without devices, which are
-        closed with them.
+        closed with them. lent: see `Runtime`.
     Raises ContractError if a group lacks its role.
     """
 
@@ -36,6 +36,7 @@ class WorkerGroups(Runtime):
         led: Mapping[str, object] | None = None,
         pools: Mapping[str, Runtime] | None = None,
         hosting: Mapping[str, RunningPool] | None = None,
+        lent: Sequence[LentPool] = (),
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
@@ -47,6 +48,7 @@ class WorkerGroups(Runtime):
         self._led = dict(led or {})
         self._pools = dict(pools or {})
         self._hosting = dict(hosting or {})
+        self.lent = lent
         self._groups = list(dict.fromkeys((main, *elsewhere.values(), *self._pools.values())))
         self._used: dict[Runtime, Usage] = {}
         self._on_close = on_close

@@ -19,7 +19,7 @@ from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_argume
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.held import Future, Held
 from unirl.distributed.pools.gates import Gates
-from unirl.distributed.pools.running import RunningPool, pool_metrics, scale_pools
+from unirl.distributed.pools.running import LentPool, RunningPool, pool_metrics, scale_pools
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
@@ -99,6 +99,8 @@ class Runtime(ABC):
 
     neighbours: frozenset[Runtime] = frozenset()
     """Other runtimes of the run. Their held values move here when a role of this runtime is called with them."""
+    lent: Sequence[LentPool] = ()
+    """Pools of engines with members on devices that also train."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

@@ -109,6 +109,10 @@ class Learner:
             self._known_pushes.append(policy)
         return pushed
 
+    def forget_push(self) -> None:
+        """Push again, where that would be left out because the engines have the weights: there are more of them now."""
+        self._pushed = None
+
     def train(self, rollout: ScoredRollout, traced: Sequence[str] = ()) -> dict[str, float]:
         """Run the updates of a rollout and release it; returns metrics.
 

@@ -25,6 +25,8 @@ MAX_AT_ONCE = 32
 """Calls that a member is given at once at most: each waits in a thread."""
 _MAX_THREADS = 1024
 """Most calls at once of a pool; a thread is made when it is needed."""
+_AGAIN_S = 0.2
+"""Seconds after which members are told again to end a call."""
 _MAX_STARTS = 3
 """Processes that may die in a row, one replacing the other, before one has the weights again."""
 
@@ -203,8 +205,9 @@ class MemberPool(Generic[MemberT]):
         self._healing: dict[Future[Any], MemberT] = {}  # Any: None
         self._left: list[Future[Any]] = []
         """Calls that still run although another one has failed."""
-        self._changing = threading.RLock()
-        """Guards the members, what they do, and who waits for them."""
+        self._changing = threading.Condition()
+        """Guards the members, what they do, and who waits for them. Notified when a call ends."""
+        self._resting: set[MemberT] = set()
         self._calls: Counter[MemberT] = Counter()
         """Calls that run."""
         self._callers: list[_Caller[MemberT]] = []
@@ -222,6 +225,11 @@ class MemberPool(Generic[MemberT]):
         return tuple(self._members)
 
     @property
+    def working(self) -> tuple[MemberT, ...]:
+        """Members that get calls."""
+        return tuple(member for member in self._members if member not in self._resting)
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the members."""
         return [member.pid for member in self._members]
@@ -233,16 +241,12 @@ class MemberPool(Generic[MemberT]):
     def post(self, message: Message) -> None:
         """Send to every living member without waiting for an answer. Safe while another thread waits for answers."""
         for member in self._members:
-            try:
-                member.post(message)
-            except WorkerError:
-                if member.is_alive:
-                    raise
+            _post(member, message)
 
-    def broadcast(self, message: Message) -> list[Any]:  # Any: the members' own
-        """The answers of all living members, perhaps none. One that dies is left to `heal`."""
+    def broadcast(self, message: Message, among: Sequence[MemberT] | None = None) -> list[Any]:  # Any: the members' own
+        """The answers of all living members, or of some, perhaps none. One that dies is left to `heal`."""
         wait(self._left)
-        asked = [member for member in self._members if member.is_alive]
+        asked = [member for member in (self._members if among is None else among) if member.is_alive]
         futures = [(member, self._threads.submit(member.call, message)) for member in asked]
         wait([future for _, future in futures])
         answers = []
@@ -324,6 +328,33 @@ class MemberPool(Generic[MemberT]):
                 self._left = [future for future in (*self._left, *running) if not future.done()]
             self._wake_next()
 
+    def rest(self, members: Sequence[MemberT], ends_calls: Sequence[Message] = ()) -> None:
+        """Give some members no more calls until `work`. Returns when none of theirs runs. One that dies meanwhile is
+        replaced after `work`.
+
+        ends_calls: messages without answer that end calls early; none: they run to their ends.
+        """
+
+        def is_quiet() -> bool:
+            return not any(self._calls[member] for member in members)
+
+        with self._changing:
+            self._resting.update(members)
+        while ends_calls and not is_quiet():
+            for member in members:
+                for message in ends_calls:
+                    _post(member, message)  # again, since a call may just have begun
+            with self._changing:
+                self._changing.wait_for(is_quiet, _AGAIN_S)
+        with self._changing:
+            self._changing.wait_for(is_quiet)
+
+    def work(self, members: Sequence[MemberT]) -> None:
+        """Give members calls again that rested."""
+        with self._changing:
+            self._resting.difference_update(members)
+        self.wake()
+
     def wake(self) -> None:
         """Look again which calls may begin; called when a gate has opened."""
         with self._changing:
@@ -366,7 +397,7 @@ class MemberPool(Generic[MemberT]):
         """True if something will happen that this caller is told of."""
         with self._changing:
             is_due = self._is_next(own) and own.waits_for_a_member
-            return not is_due or bool(self._healing) or any(self._calls.values())
+            return not is_due or bool(self._healing) or any(self._calls.values()) or not self.working
 
     def _asked(
         self,
@@ -392,6 +423,7 @@ class MemberPool(Generic[MemberT]):
     def _ended(self, member: MemberT, caller: _Caller[MemberT], number: int, *, is_answered: bool) -> None:
         with self._changing:
             self._calls[member] -= 1
+            self._changing.notify_all()
         caller.gate.ended(number, is_answered=is_answered)
         self._wake_next()
 
@@ -426,6 +458,7 @@ class MemberPool(Generic[MemberT]):
             self._healed(future)
         with self._changing:
             self._members.remove(member)
+            self._resting.discard(member)
         member.stop()
 
     def stop(self) -> None:
@@ -437,11 +470,11 @@ class MemberPool(Generic[MemberT]):
 
     def _least_busy(self, at_once: int) -> MemberT | None:
         """The first living member with the fewest calls, if that is fewer than `at_once`."""
-        healing = set(self._healing.values())
+        busy = {*self._healing.values(), *self._resting}
         found, fewest = None, at_once
         for member in self._members:
             num = self._calls[member]
-            if num < fewest and member.is_alive and member not in healing:
+            if num < fewest and member.is_alive and member not in busy:
                 if not num:
                     return member
                 found, fewest = member, num
@@ -449,14 +482,14 @@ class MemberPool(Generic[MemberT]):
 
     def _is_free(self, member: MemberT, at_once: int) -> bool:
         """True if a member works here, and has fewer calls than `at_once`."""
-        is_here = member in self._members and member not in self._healing.values()
+        is_here = member in self.working and member not in self._healing.values()
         return is_here and member.is_alive and self._calls[member] < at_once
 
     def _replace_dead(self) -> None:
         """Begin to replace the dead; not those with calls that run, whose answers may still be read."""
         with self._changing:
             healing = set(self._healing.values())
-            for member in self._members:
+            for member in self.working:
                 if not member.is_alive and not self._calls[member] and member not in healing:
                     self._starter.report(member, f"{member.name}: {member.death}")  # no call may have met its death
                     future = self._threads.submit(self._starter.replace, member)
@@ -474,6 +507,14 @@ class MemberPool(Generic[MemberT]):
             is_mine = self._healing.pop(future, None) is not None
         if is_mine:
             future.result()
+
+
+def _post(member: Member, message: Message) -> None:
+    try:
+        member.post(message)
+    except WorkerError:
+        if member.is_alive:
+            raise
 
 
 def _all_of(ended: queue.SimpleQueue[Future[Any] | None]) -> list[Future[Any] | None]:  # Any: as in `_Caller`

@@ -14,6 +14,7 @@ from unirl.distributed.group.ray_hosting import HostingPlan, RayHostedPool
 from unirl.distributed.group.ray_member import RayMember
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.groups import WorkerGroups
+from unirl.distributed.pools.lent import LentMembers
 from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.rewards import LedRewards
 from unirl.distributed.runtime import Runtime
@@ -110,6 +111,13 @@ def start_groups(
                 continue
             own = () if push.policy is None else (push.policy,)
             main.role("sync").connect_elsewhere(group.remote_role(push.engine), shares_device, *own)
+        lent = [
+            LentMembers(group, numbers, ["engine"] if "engine" in plan.roles else plan.roles)
+            for plan in plans[1:]
+            for group in [started[plan.name]]
+            for numbers in [[number for number, own in enumerate(plan.devices) if own in first.devices]]
+            if isinstance(group, ServedPool) and numbers
+        ]
         elsewhere = {role: started[plan.name] for plan in plans[1:] for role in plan.roles}
         engine_of = {group: started[group].role("engine") for group in (stages or {}).values()}
         led: dict[str, object] = {}
@@ -120,7 +128,7 @@ def start_groups(
             led["reward"] = LedRewards(parts, elsewhere.get("reward", main).role("reward"))
         if served:
             led["sync"] = ServedSyncs(main.role("sync"), served)
-        groups = WorkerGroups(main, elsewhere, led=led, pools=started, hosting=hosted, on_close=pool.close)
+        groups = WorkerGroups(main, elsewhere, led=led, pools=started, hosting=hosted, lent=lent, on_close=pool.close)
         unfinished.pop_all()
     return groups
 

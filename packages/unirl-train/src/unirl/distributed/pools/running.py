@@ -1,4 +1,4 @@
-"""What a run does with any of its pools: count and scale them."""
+"""What a run does with any of its pools: count and scale them, and lend devices to them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,39 @@ class RunningPool(CountedPool, Protocol):
 
     def close(self) -> None:
         """Stop all members. Safe to call twice."""
+        ...
+
+
+class LentPool(Protocol):
+    """A pool of engines with members on devices that also train, see `unirl.distributed.pools.lent.LentMembers`."""
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        ...
+
+    @property
+    def num_lent(self) -> int:
+        """Members on devices that also train, at work or not."""
+        ...
+
+    @property
+    def num_others(self) -> int:
+        """Members that always work."""
+        ...
+
+    def lend(self, *, wakes: bool) -> None:
+        """Let the members on these devices work again. A push has to follow before anything is asked of them.
+
+        wakes: engines take the memory back that `take_back` gave away.
+        """
+        ...
+
+    def take_back(self, *, cuts_calls: bool, sleeps: bool) -> None:
+        """Ask them for nothing more, wait for the end of their calls, and let their engines give memory back.
+
+        cuts_calls: calls end early, and other members continue them. sleeps: engines give memory back.
+        """
         ...
 
 

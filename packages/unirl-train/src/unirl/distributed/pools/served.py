@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,6 +119,34 @@ class ServedPool(Runtime):
         """Those of now, living or not yet known to be dead."""
         return self._pool.members
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Devices of the pool that have a member."""
+        return frozenset(self._members)
+
+    @property
+    def working(self) -> Sequence[WorkerMember]:
+        """Members that get calls, and are pushed to."""
+        return self._pool.working
+
+    def rest(self, numbers: Collection[int], ends_calls: Sequence[Ask] = ()) -> None:
+        """Give the members of some devices no more calls, nor pushes, until `work`. Returns when none of theirs runs.
+
+        ends_calls: control methods that end calls early, which others then continue; none: they run to their ends.
+        """
+        self._pool.rest(self._of(numbers), ends_calls)
+
+    def work(self, numbers: Collection[int]) -> None:
+        """Give members calls again that rested. The next push brings them the present weights."""
+        self._pool.work(self._of(numbers))
+
+    def ask(self, numbers: Collection[int], ask: Ask) -> None:
+        """Call a method of the living members of some devices, and wait for it."""
+        self._pool.broadcast(ask, self._of(numbers))
+
+    def _of(self, numbers: Collection[int]) -> list[WorkerMember]:
+        return [member for number, member in self._members.items() if number in numbers]
+
     def resize(self, size: int) -> None:
         """Let members join or leave until there are so many. One that joins works once it has the present weights.
 
@@ -153,7 +181,7 @@ class ServedPool(Runtime):
     def has_lost_members(self) -> bool:
         """True if a member is dead, which is asked of each."""
         self._pool.broadcast(BEAT)
-        return not all(member.is_alive for member in self.members)
+        return not all(member.is_alive for member in self.working)
 
     # Calls --------------------------------------------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ class ServedSyncs:
     """Leads the syncs of what trains, from the driver.
 
     sync: the role of the components that push (`WeightSync`, or `PolicySyncs`). A push goes to all members of all
-    pools, and begins again without those that died; a member that starts later gets the last push alone, with all that
-    proves it, as long as the weights are still those. Once they have been trained on, it waits for the next push, so
-    that all members sample with one version, unless none of its pool lives meanwhile.
+    pools that do not rest, and begins again without those that died; a member that starts later gets the last push
+    alone, with all that proves it, as long as the weights are still those. Once they have been trained on, it waits for
+    the next push, so that all members sample with one version, unless none of its pool lives meanwhile.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ServedSyncs:
         for attempt in range(1, _MAX_PUSHES + 1):
             for pushed in self._pools:
                 pushed.pool.heal()
-                self._connect(pushed, pushed.pool.members)
+                self._connect(pushed, pushed.pool.working)
             try:
                 return work()
             except UniRLError as error:
@@ -121,7 +121,7 @@ class ServedSyncs:
 
     def _is_pushed_to_all(self, pool: ServedPool, member: WorkerMember) -> bool:
         while not self._next_push.wait(POLL_S):
-            if not any(other.is_alive for other in pool.members if other not in self._waiting):
+            if not any(other.is_alive for other in pool.working if other not in self._waiting):
                 self._waiting.discard(member)  # the others wait for this one, or for the push
                 logger.warning(
                     "no member of %s has the weights that were pushed last; %s gets newer ones", pool.name, member.name

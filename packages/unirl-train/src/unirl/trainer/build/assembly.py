@@ -27,6 +27,7 @@ from unirl.trainer.experience import Experience
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.hybrid import Handover, HybridTrainer, Lending
 from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
 from unirl.trainer.loops.pipelined import PipelinedTrainer
 from unirl.trainer.modality import Modality
@@ -35,7 +36,7 @@ from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import Digests, Recipe, digests_of
-from unirl.trainer.roles import StackRole, SyncRole
+from unirl.trainer.roles import BackendRole, StackRole, SyncRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
 from unirl.types.sampling import StagedSamplingParams
@@ -95,7 +96,7 @@ def make_trainer(
         rows = evaluator.rows[: min(watching.parity_samples, evaluator.config.num_samples)]
         parity = Parity(rows, evaluator.params, evaluator.config.batch_size)
     plan = _residency_plan(run)
-    if plan:
+    if plan and file.schedule.kind != "hybrid":
         backends = [role_name(name, "backend", run.all_policies) for name in run.policies]
         clock.before = DeviceResidents(plan, runtime, backends).enter
     return assemble(
@@ -131,7 +132,7 @@ def make_trainer(
         },
         clock=clock,
         collects_ahead=file.schedule.kind != "sync",
-        loop=_loop_of(run, settings, run_dir),
+        loop=_loop_of(run, settings, run_dir, runtime),
         experience=_experience_of(run, runtime, settings),
     )
 
@@ -152,11 +153,11 @@ def _experience_of(run: ComposedRun, runtime: Runtime, settings: TrainerSettings
     )
 
 
-def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Callable[..., Trainer]:
+def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path, runtime: Runtime) -> Callable[..., Trainer]:
     schedule = run.file.schedule
     if schedule.kind == "sync":
         return lambda **parts: build_part(run.trainer, components()["trainer"], parts)
-    given = {
+    given: dict[str, Any] = {  # Any: arguments of the loop
         "groups_per_request": schedule.groups_per_request,
         "requests_at_once": schedule.requests_at_once,
         "log": OrderLog(run_dir / REQUESTS),
@@ -164,13 +165,26 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path) -> Call
     }
     if schedule.kind == "pipelined":
         return functools.partial(PipelinedTrainer, **given)
-    return functools.partial(
-        AsyncTrainer,
-        max_staleness=schedule.staleness,
-        window=schedule.window_of(settings.batch_size),
-        too_old=schedule.too_old,
-        cuts_calls=schedule.on_push != "finish",
-        **given,
+    given |= {
+        "max_staleness": schedule.staleness,
+        "window": schedule.window_of(settings.batch_size),
+        "too_old": schedule.too_old,
+        "cuts_calls": schedule.on_push != "finish",
+    }
+    if schedule.kind == "hybrid":
+        return functools.partial(HybridTrainer, lending=Lending(runtime.lent, _handover(run, runtime)), **given)
+    return functools.partial(AsyncTrainer, **given)
+
+
+def _handover(run: ComposedRun, runtime: Runtime) -> Handover:
+    residency = run.file.residency
+    backends = [runtime.role(role_name(name, "backend", run.all_policies), BackendRole) for name in run.policies]
+    moves = backends if residency.offload_optimizer else []
+    return Handover(
+        cuts_calls=len(run.stages) == 1 and bool(run.stages[0].engine.ability("can_resume")),
+        sleeps=residency.sleep_engine,
+        leave=lambda: [backend.offload(["optimizer"]) for backend in moves],
+        come=lambda: [backend.onload(["optimizer"]) for backend in moves],
     )
 
 

@@ -36,13 +36,10 @@ from unirl.types.rollout import RolloutReq
 class AsyncTrainer(Trainer):
     """Trains on rollouts that are collected ahead, at most `max_staleness` versions old.
 
-    groups_per_request: prompts of one request; None: all of a rollout.
-    window, too_old: see `unirl.trainer.loops.slots.Slots`.
-    requests_at_once: requests that engines of served pools have at most; None: all that have a slot. Other engines
-        take one, and a repeated order as many as it needs.
+    groups_per_request: prompts of one request; None: all of a rollout. window, too_old: see `Slots`.
+    requests_at_once: of served pools, at most; None: all that have a slot. A repeated order takes what it needs.
     cuts_calls: a push does not wait for the calls that run: they end early, and go on after it.
-    log, order: write down, and repeat, with which version of the weights each request and its calls begin; see
-        `unirl.trainer.loops.order`.
+    log, order: write down, and repeat, how requests and calls begin; see `unirl.trainer.loops.order`.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
     """
 
@@ -95,7 +92,7 @@ class AsyncTrainer(Trainer):
         """Push the weights between two requests, and give the slots of the rollout before back; returns metrics."""
         self._hold_up("engine", before=rollout_id)
         with self._gauges.busy["learner"].call(), self.collector.engine_in_use:
-            self._record.scale_pools()
+            self._before_push()
             pushed = self._learner.push(rollout_id, self.collector.rollout_policy)
         with self._threads.change():
             if rollout_id > self._slots.version:
@@ -103,6 +100,9 @@ class AsyncTrainer(Trainer):
             self._threads.let_go()
         self._calls.open(self._slots.version)
         return pushed
+
+    def _before_push(self) -> None:
+        self._record.scale_pools()
 
     def _loop_metrics(self, slots: Sequence[Slot[ScoredGroups]], num_samples: int) -> dict[str, float]:
         with self._threads.changed:

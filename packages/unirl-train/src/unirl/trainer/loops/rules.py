@@ -16,6 +16,8 @@ from unirl.types.recipe import Machine, Messages, Part
 ADVANTAGES = "unirl.algorithms.advantages.AdvantageConfig"
 LOOP = "unirl.trainer.base.Trainer"
 AHEAD = "collects while others are trained on"
+LENT = ("sleep_engine", "offload_optimizer")
+"""Fields of `residency` that make room on devices which are lent."""
 
 
 def schedule_says_what_it_does(run: ComposedRun) -> Messages:
@@ -89,10 +91,41 @@ def engines_sample_meanwhile(run: ComposedRun) -> Messages:
         )
     residency = run.file.residency
     for name in [field.name for field in dataclasses.fields(residency) if getattr(residency, field.name)]:
+        if kind == "hybrid" and name in LENT:
+            continue
         yield (
             f"residency.{name}: true moves things off the device between phases, which overlap with schedule.kind = "
             f"{kind}. Remove one of them."
         )
+
+
+def hybrid_has_devices_to_lend(run: ComposedRun) -> Messages:
+    """Engines stand in served pools, of which some have devices of what trains, and others besides."""
+    if run.file.schedule.kind != "hybrid":
+        return
+    instead = "Or set schedule.kind: async"
+    train, *others = groups_of_run(run)
+    served = [group for group in others if group.given.is_served]
+    for stage in run.stages:
+        if not any(stage.at in group.holds for group in served):
+            yield (
+                f"schedule.kind = hybrid lends devices to members of served pools, and {stage.engine.name} of "
+                f"{stage.at} is in none. Name its devices in pools.<name>, with served: true. {instead}."
+            )
+            return
+    shared = {group.name: set(group.devices) & set(train.devices) for group in served}
+    if not any(shared.values()):
+        yield (
+            f"schedule.kind = hybrid lends devices that train to engines, but no served pool has any of "
+            f"{train.given.shown}. Name some in {served[0].given.at} too. {instead}."
+        )
+    for group in served:
+        members = group.given.members or len(group.devices)
+        if shared[group.name] and members <= len(shared[group.name]):
+            yield (
+                f"schedule.kind = hybrid: all of the {members} members of {group.given.shown} are on devices that "
+                "train, so that nothing generates meanwhile. Name other devices too, or set schedule.kind: sync."
+            )
 
 
 def several_requests_are_of_served_pools(run: ComposedRun) -> Messages:
@@ -297,6 +330,7 @@ MACHINE_RULES = (repeated_order_fits,)
 RULES = (
     schedule_says_what_it_does,
     engines_sample_meanwhile,
+    hybrid_has_devices_to_lend,
     several_requests_are_of_served_pools,
     what_a_push_cuts_short_goes_on,
     what_is_too_old_can_be,

@@ -117,6 +117,13 @@ class Slots(Generic[ItemT]):
         return next(number for number in itertools.count(self._next) if number not in self._ahead)
 
     @property
+    def num_missing(self) -> int:
+        """Requests that training has to wait for at least, before the rollout behind that of `oldest` is there."""
+        taken = {slot.number for slot in self._taken}
+        finished = sum(slot.item is not None and slot.number not in taken for slot in self._slots)
+        return max(0, self.per_rollout - finished)
+
+    @property
     def num_waiting(self) -> int:
         """Finished requests."""
         return sum(slot.item is not None for slot in self._slots)
