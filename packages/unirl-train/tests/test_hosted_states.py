@@ -66,7 +66,7 @@ def test_a_gpu_has_the_same_bits_and_keeps_no_moments(form: str, monkeypatch: An
 
 
 def test_few_moments_are_on_the_device_at_a_time(monkeypatch: Any) -> None:
-    """Of eight parameters, whose moments come one by one, those of three at most."""
+    """At most those of three, of eight parameters whose moments come one by one."""
     monkeypatch.setattr(hosted_states, "VISIT_BYTES", 1)
     parameters = [nn.Parameter(torch.randn(16, 16)) for _ in range(8)]
     optimizer = make_adamw(parameters, OptimizerConfig(1e-2, offload=True))
