@@ -60,6 +60,8 @@ def test_a_track_holds_all_turns_and_trains_what_the_model_wrote(play):
     assert rows(track, "tokens") == [[3, STOP, SAYS, 3, 0, 1, STOP], [0, STOP]]
     assert rows(track, "log_probs") == [[-1, -2, 0, 0, -1, -2, -3], [-1, -2]]
     assert rows(track, "loss_mask") == [[True, True, False, False, True, True, True], [True, True]]
+    assert rows(track, "rewards") == [[0, 3, 0, 0, 0, 0, 0], [0, 0]], "at the last token of the turn that earned it"
+    assert [row[EPISODE]["turn_rewards"] for row in track.metadata] == [[3.0, 0.0], [0.0]]
     assert track.segment.status.tolist() == [SegmentStatus.COMPLETED] * 2 and track.segment.params == PARAMS
     assert track.decoded.texts == ["0 1 9", "0 9"], "scorers judge the last turn"
     assert [row[EPISODE]["reward"] for row in track.metadata] == [3.0, 0.0]

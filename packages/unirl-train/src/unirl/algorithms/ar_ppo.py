@@ -14,7 +14,7 @@ from torch import Tensor
 from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.base import MicroBatch, RowMetrics
 from unirl.algorithms.critic import TokenCritic
-from unirl.algorithms.gae import packed_advantages, padded
+from unirl.algorithms.gae import at_last, packed_advantages, padded
 from unirl.algorithms.reference import METRIC as REFERENCE_KL
 from unirl.algorithms.token_losses import sequence_sum
 from unirl.algorithms.tokens import TrainedTokens
@@ -90,15 +90,24 @@ class ARPPO(ARGRPO):
         """Value, advantage and return [M] under the critic before the first update."""
         value_M = self.critic(trained.of(stats.hidden_N))
         fields = {"value": value_M}
-        rewards: Tensor = micro.advantages
+        rewards_M = self.token_rewards(micro, trained)
         if reference_logp_M is not None:
             k1_N = fields["k1"] = trained.of(stats.logp_N) - reference_logp_M
-            rewards = widened(padded(-self.reference.coef * k1_N, trained.lengths_B))
-            rewarded = trained.lengths_B.nonzero().flatten()
-            rewards[rewarded, trained.lengths_B[rewarded] - 1] += widened(micro.advantages[rewarded])
+            rewards_M = rewards_M - widened(self.reference.coef * k1_N)
             fields["penalty"] = -self.reference.coef * sequence_sum(k1_N, trained.lengths_B)
-        advantages_M, returns_M = packed_advantages(rewards, value_M, trained.lengths_B, gamma=self.gamma, lam=self.lam)
+        advantages_M, returns_M = self.generalized(rewards_M, value_M, micro, trained)
         return {**fields, "advantage": advantages_M.float(), "return": returns_M.float()}
+
+    def token_rewards(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
+        """Reward of every trained token, float64 [M]: that of the sample at its last."""
+        return at_last(widened(micro.advantages), trained.lengths_B)
+
+    def generalized(
+        self, rewards_M: Tensor, value_M: Tensor, micro: MicroBatch, trained: TrainedTokens
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of every trained token, float64 [M] each."""
+        rewards_BT = padded(rewards_M, trained.lengths_B)
+        return packed_advantages(rewards_BT, value_M, trained.lengths_B, gamma=self.gamma, lam=self.lam)
 
     def token_advantages(self, micro: MicroBatch, trained: TrainedTokens) -> Tensor:
         """The generalised advantage of every token [M]."""

@@ -1,10 +1,13 @@
 """Generalised advantage estimation. Pure functions.
 
 Legend: B samples, S steps in the order of time: stochastic denoising steps, tokens or decisions, N steps of all samples
-end to end.
+end to end, K turns of all of them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,6 +15,35 @@ from torch.nn.utils.rnn import pad_sequence
 
 from unirl.types.devices import widened
 from unirl.types.errors import ConfigError, ContractError
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How N tokens of B samples end to end are parted into K turns."""
+
+    tokens_K: Tensor
+    """[K] int64, at least 1 each, summing to N."""
+    turns_B: Tensor
+    """[B] int64, summing to K."""
+
+    @property
+    def ends_K(self) -> Tensor:
+        """[K] place of the last token of each turn."""
+        return self.tokens_K.cumsum(0) - 1
+
+    @classmethod
+    def of_runs(cls, chosen_N: Tensor, lengths_B: Tensor) -> Self:
+        """The turns of the chosen ones among N tokens: those that follow each other without another between them.
+
+        chosen_N: [N] bool. lengths_B: [B] int64, summing to N.
+        """
+        chosen = chosen_N.cpu()
+        sample_N = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B.cpu())
+        begins_N = chosen.clone()
+        begins_N[1:] &= ~chosen[:-1] | (sample_N[1:] != sample_N[:-1])
+        turn_M = begins_N.cumsum(0)[chosen] - 1
+        turns_B = torch.bincount(sample_N[begins_N], minlength=len(lengths_B))
+        return cls(torch.bincount(turn_M).to(chosen_N.device), turns_B.to(chosen_N.device))
 
 
 def generalized_advantages(
@@ -52,6 +84,45 @@ def generalized_advantages(
         running = delta[:, step] + gamma * lam * running
         advantages[:, step] = running
     return advantages, advantages + values
+
+
+def turn_advantages(
+    rewards_K: Tensor,
+    values_N: Tensor,
+    turns: Turns,
+    *,
+    gamma: float,
+    lam: float,
+    turn_gamma: float,
+    turn_lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of every token, float64 [N] each, over turns and then within each:
+
+        over turns, at the last token e_k of turn k:    delta_k = r_k + gamma_t V_{e_{k+1}} - V_{e_k}
+                                                        A_{e_k} = delta_k + gamma_t lam_t A_{e_{k+1}}
+        within a turn, at the tokens before its last:   A_i = (gamma V_{i+1} - V_i) + gamma lam A_{i+1}
+        R_i = A_i + V_i
+
+    rewards_K: of each turn. values_N: V before each token that the model wrote; what it read between turns has no part.
+    gamma, lam: per token within a turn. turn_gamma, turn_lam: per turn, whatever its length. All of 1 give
+    `generalized_advantages`, as one turn does.
+    Raises what `generalized_advantages` raises.
+    Source: bi-level GAE of VAGEN (arXiv 2510.16907), where one lambda serves both levels.
+    """
+    if not len(turns.tokens_K):
+        return widened(values_N), widened(values_N)
+    rewards_BK = padded(rewards_K, turns.turns_B)
+    _, returns_K = packed_advantages(rewards_BK, values_N[turns.ends_K], turns.turns_B, gamma=turn_gamma, lam=turn_lam)
+    # A last token that is given its return has the advantage of its turn: nothing follows it here.
+    return packed_advantages(returns_K, values_N, turns.tokens_K, gamma=gamma, lam=lam)
+
+
+def at_last(rewards_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """[N]: the reward of each sample at its last step, 0 elsewhere. A sample without steps has none."""
+    rewards_N = rewards_B.new_zeros(int(lengths_B.sum()))
+    rewarded = lengths_B.nonzero().flatten()
+    rewards_N[lengths_B.cumsum(0)[rewarded] - 1] = rewards_B[rewarded]
+    return rewards_N
 
 
 def padded(values_N: Tensor, lengths_B: Tensor) -> Tensor:

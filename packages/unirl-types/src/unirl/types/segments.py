@@ -52,6 +52,9 @@ class TextSegment(Segment):
     greedy decoding, which samples from nothing."""
     loss_mask: Tensor | None = packed(default=None)
     """[N] bool, whether a token is trained on. Absent means all. A token that was not sampled must be left out."""
+    rewards: Tensor | None = packed(default=None)
+    """[N] float32, what an environment gave for a turn, at the last token that the model wrote in it; 0 elsewhere.
+    Absent where no environment answers."""
     versions: Tensor | None = packed(default=None)
     """[N] int64, version of the policy that each token was sampled from. Absent: that of the sample
     (`RolloutTrack.policy_versions`)."""
@@ -64,7 +67,12 @@ class TextSegment(Segment):
             raise ContractError(
                 f"TextSegment.tokens must be int64 [N], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
             )
-        for name, dtype in (("log_probs", torch.float32), ("loss_mask", torch.bool), ("versions", torch.long)):
+        for name, dtype in (
+            ("log_probs", torch.float32),
+            ("rewards", torch.float32),
+            ("loss_mask", torch.bool),
+            ("versions", torch.long),
+        ):
             value = getattr(self, name)
             if value is not None and (value.ndim != 1 or value.dtype != dtype):
                 raise ContractError(f"TextSegment.{name} must be {dtype} [N], got {value.dtype} {tuple(value.shape)}")

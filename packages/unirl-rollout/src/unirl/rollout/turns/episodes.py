@@ -64,19 +64,36 @@ class Episode:
     """What there is of a turn that was ended early, which the engine continues."""
     transcript: list[dict[str, Any]] = field(default_factory=list)  # Any: JSON
     num_turns: int = 0
-    reward: float = 0.0
+    turn_ends: list[int] = field(default_factory=list)
+    """Place of the last token of each turn of the model, among `tokens`; of a turn without a token that before it."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each turn earned."""
     counts: dict[str, float] = field(default_factory=dict)
     end: End | None = None
     reason: str | None = None
     versions: list[int] = field(default_factory=list)
     """The policy of each token; what the model reads has that of what it wrote before."""
 
+    @property
+    def reward(self) -> float:
+        """What it earned so far."""
+        return sum(self.turn_rewards)
+
+    @property
+    def rewards(self) -> list[float]:
+        """What each token earned: what its turn did, the last token of a turn; 0 the others."""
+        found = [0.0] * len(self.tokens)
+        for end, reward in zip(self.turn_ends, self.turn_rewards, strict=True):
+            if found:
+                found[end] += reward
+        return found
+
     def fail(self, reason: str) -> None:
         self.end, self.reason = "failed", reason
 
     def take(self, step: Step[Sequence[Message]]) -> None:
         """Count what a step earned, and end where the environment ends."""
-        self.reward += step.reward
+        self.turn_rewards[-1] += step.reward
         for name, value in step.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + value
         if step.terminated or step.truncated:
@@ -88,6 +105,8 @@ class Episode:
         self.versions += turn.versions
         self.is_written += [True] * len(turn.tokens)
         self.last_turn, self.begun_turn = list(turn.tokens), None
+        self.turn_ends.append(max(len(self.tokens) - 1, 0))
+        self.turn_rewards.append(0.0)
         self.num_turns += 1
 
     def read(self, messages: Sequence[Message], bridge: Bridge) -> None:
@@ -122,6 +141,7 @@ class Episode:
         """What scorers and records see."""
         return {
             "reward": self.reward,
+            "turn_rewards": self.turn_rewards,
             "turns": self.num_turns,
             "end": self.end,
             "transcript": self.transcript,
@@ -217,6 +237,7 @@ def track_of(
         if params.is_greedy
         else [torch.tensor(episode.log_probs, dtype=torch.float32, device=device) for episode in episodes],
         loss_mask=[torch.tensor(episode.is_written, dtype=torch.bool, device=device) for episode in episodes],
+        rewards=[torch.tensor(episode.rewards, dtype=torch.float32, device=device) for episode in episodes],
         versions=[torch.tensor(episode.versions, dtype=torch.long, device=device) for episode in episodes]
         if is_mixed
         else None,
