@@ -167,12 +167,14 @@ def test_code_that_cannot_be_rehearsed_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_texts_are_made_at_full_length() -> None:
-    done = rehearse("worlds/arithmetic/grpo", "device=cuda", "sampling.max_new_tokens=200", "batch_size=8")
+    """More tokens at once than a rehearsal keeps numbers of."""
+    words = ("sampling.max_new_tokens=240", "batch_size=40", "engine.forward_batch_size=320")
+    done = rehearse("worlds/arithmetic/grpo", "device=cuda", *words)
     assert done.returncode == 0, done.stderr
-    assert "every text of text has 200 tokens" in done.stdout
+    assert "every text of text has 240 tokens" in done.stdout
     rollout, train = (_peaks(done.stdout)[phase] for phase in ("rollout", "train"))
-    # Of 64 completions: two layers with two heads of keys and values of width 32 in float32.
-    cached = 64 * 200 * 2 * 2 * 2 * 32 * 4
+    # Of 320 completions: two layers with two heads of keys and values of width 32 in float32.
+    cached = 320 * 240 * 2 * 2 * 2 * 32 * 4
     assert rollout > cached
     assert train > rollout
 

@@ -78,7 +78,8 @@ def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_tok
         if not params.is_greedy:
             raise ContractError("the engine returned no log-probs; ask it for the log-prob of every sampled token")
         return
-    wrong = ~(torch.isfinite(segment.log_probs) & (segment.log_probs <= LARGEST_LOGP))
-    if bool(wrong.any()):
+    right = torch.isfinite(segment.log_probs) & (segment.log_probs <= LARGEST_LOGP)
+    if not bool(right.all()):  # in this form, since what a rehearsal does not know reads True
+        wrong = ~right
         found = segment.log_probs[wrong][:4].tolist()
         raise ContractError(f"{int(wrong.sum())} log-probs are not finite numbers of at most 0, first {found}")

@@ -322,8 +322,9 @@ def rollout_logp(track: RolloutTrack) -> Tensor:
         raise ContractError(
             "the engine returned no log-probs. Set algorithm.old_logp_source: replay and rollout_correction: null."
         )
-    wrong = segment.trained & ~torch.isfinite(segment.log_probs)
-    if bool(wrong.any()):
+    right = torch.isfinite(segment.log_probs) | ~segment.trained
+    if not bool(right.all()):  # in this form, since what a rehearsal does not know reads True
+        wrong = ~right
         index_N = sequence_index(segment.lengths).to(wrong.device)
         samples = sorted({track.sample_ids[row] for row in index_N[wrong].tolist()})
         raise ContractError(
