@@ -24,6 +24,7 @@ from unirl.algorithms.ar_grpo import ARGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.causal_lm.pipeline import ChatPipeline
+from unirl.models.causal_lm.routing import RoutedTokens
 from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline, HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
@@ -90,7 +91,7 @@ class TextFamily:
     write: Callable[[Path], Any]
     bundle: Callable[..., Any]
     pipeline: Callable[..., Any]
-    axis: str = "ep"
+    axes: tuple[str, ...] = ("ep",)
 
 
 TEXTS = {
@@ -98,6 +99,7 @@ TEXTS = {
         lambda folder: tiny_text.save_text_model(tiny_text.qwen3_moe(num_experts=NUM_EXPERTS), folder),
         Qwen3MoeBundle,
         partial(Qwen3MoePipeline, replays_experts=True),
+        ("ep", "sp"),
     ),
     "qwen3_omni": TextFamily(
         lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),
@@ -110,13 +112,13 @@ TEXTS = {
         HunyuanImage3TextPipeline,
     ),
     "qwen3": TextFamily(
-        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(), folder), Qwen3Bundle, Qwen3Pipeline, "sp"
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(), folder), Qwen3Bundle, Qwen3Pipeline, ("sp",)
     ),
     "qwen2": TextFamily(
-        lambda folder: tiny_text.save_text_model(tiny_text.qwen2(), folder), CausalLMBundle, ChatPipeline, "sp"
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen2(), folder), CausalLMBundle, ChatPipeline, ("sp",)
     ),
 }
-EXPERT_TEXTS, SHARED_TEXTS = ([n for n, family in TEXTS.items() if family.axis == axis] for axis in ("ep", "sp"))
+EXPERT_TEXTS, SHARED_TEXTS = ([n for n, family in TEXTS.items() if axis in family.axes] for axis in ("ep", "sp"))
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -386,6 +388,8 @@ def _in_doubles(bundle: Any) -> nn.Module:
     """What trains of a bundle that defers its weights, with them."""
     files = bundle.stored_weights()[bundle.component]
     model = bundle.trained_module
+    if isinstance(bundle, RoutedTokens):
+        bundle.model.set_experts_implementation("eager")  # the other kernels take no doubles
     for key, parameter in list(model.named_parameters()):
         value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
         owner, _, last = key.rpartition(".")
@@ -436,8 +440,6 @@ def text_doubles_of(name: str, folder: Path, exchange: RowExchange | None = None
     """Logits of eight rows of tokens, of which each rank has its share, and gradients of the mean of their losses."""
     bundle = pipeline_of(name, folder).bundle
     model = _in_doubles(bundle)
-    if isinstance(bundle, CausalLMBundle):
-        bundle.model.set_experts_implementation("eager")  # the other kernels take no doubles
     rank, size = (0, 1) if exchange is None else (exchange.rank, exchange.size)
     if exchange is not None:
         cut_experts(bundle.spread_experts(exchange), init_device_mesh("cpu", (size,)))
@@ -508,6 +510,7 @@ CASES = {
     "dp2-ep2": Case(4, TrainTopology(ep=2)),
     "hsdp2-ep2": Case(4, TrainTopology(dp_replicate=2, ep=2)),
     "ep4": Case(4, TrainTopology(ep=4)),
+    "sp2-ep2": Case(4, TrainTopology(sp=2, ep=2)),
     "ep2-lora": Case(2, TrainTopology(ep=2), lora=LoraConfig(rank=2, alpha=4.0)),
 }
 

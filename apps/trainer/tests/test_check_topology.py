@@ -42,12 +42,6 @@ def findings(name, *overrides):
         ),
         (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
         (
-            TEXTS,
-            [EXPERTS, "+backend.topology.sp=2"],
-            "but the tokens of Qwen3MoeBundle cannot be spread over ranks: its gates are measured and replayed by "
-            "whole rows (topology.ep spreads experts). Set it to 1",
-        ),
-        (
             IMAGES,
             ["+backend.topology.sp=2"],
             "but the tokens of QwenVLBundle cannot be spread over ranks: images and sounds enter whole rows inside the "
@@ -88,6 +82,7 @@ def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
 def test_ranks_that_share_samples_need_no_more_of_a_recipe():
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2") == []
     assert findings(TEXTS, CLASS, "+backend.topology.sp=2") == []
+    assert findings(TEXTS, CLASS, EXPERTS, "+backend.topology.sp=2", "+backend.topology.ep=2") == []
     # Five samples per device would not do; of two shards each has ten.
     few = ["batch_size=4", "sampling.samples_per_prompt=5", "stack.num_updates_per_batch=2"]
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2", *few) == []

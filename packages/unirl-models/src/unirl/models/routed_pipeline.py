@@ -126,6 +126,9 @@ class RoutedPipeline(AutoregressivePipeline):
                 **inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False, logits_to_keep=1
             )
         whole = torch.cat(routes.experts, dim=-1)
+        if (exchange := self.bundle.token_exchange) is not None:  # in numbers that every collective takes
+            lengths = exchange.lengths(sum(inputs.arguments["packing"].lengths))
+            whole = exchange.gathered(whole.int(), 0, lengths).to(whole.dtype)
         return ExpertCondition.pack(
             experts=[whole[start : start + length] for start, length in zip(inputs.starts, inputs.lengths, strict=True)]
         )
@@ -136,17 +139,20 @@ class RoutedPipeline(AutoregressivePipeline):
         return super().replay(conditions, segment, params)
 
     def replay_metrics(self) -> Mapping[str, tuple[Tensor, int]]:
-        """What was measured in the last replay, see `Routes.metrics`."""
+        """What was measured in the last replay, see `Routes.metrics`. A collective of ranks that share samples."""
         if self._routes is None:
             raise ContractError("replay_metrics before a replay")
-        return self._routes.metrics()
+        exchange = self.bundle.token_exchange
+        return (self._routes if exchange is None else self._routes.of_all(exchange)).metrics()
 
     @contextmanager
     def around(self, inputs: Inputs, conditions: Conditions) -> Generator[None]:
         """See the base: tokens go to the experts of the conditions, if these have any."""
-        counts = inputs.arguments.get("attention_mask")
+        counts, given, exchange = inputs.arguments.get("attention_mask"), None, self.bundle.token_exchange
         counts = None if counts is None else counts.flatten().bool()
-        given = None
+        if exchange is not None:  # a short row is filled up by tokens that count no more than padding
+            packing, num_tokens = inputs.arguments["packing"], sum(inputs.lengths)
+            counts = torch.arange(sum(packing.lengths), device=packing.boundaries.device) < num_tokens
         if EXPERTS in conditions:
             given = require_condition(conditions, EXPERTS, ExpertCondition).experts
             if counts is not None:  # padding goes to the first experts
@@ -154,6 +160,8 @@ class RoutedPipeline(AutoregressivePipeline):
                 whole = torch.arange(width, device=given.device, dtype=given.dtype).repeat(len(counts), 1)
                 whole[counts] = given
                 given = whole
+        if exchange is not None and counts is not None:
+            counts, given = exchange.own(counts, 0), None if given is None else exchange.own(given, 0)
         with self._routing.noted(given, counts) as routes:
             yield
         self._routes = routes

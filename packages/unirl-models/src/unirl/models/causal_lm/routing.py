@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.types.errors import ContractError
+from unirl.types.protocols.models import TokenExchange
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """Hidden states -> logits [N, E], weights [N, K] and experts int64 [N, K]."""
@@ -34,6 +35,22 @@ class Routes:
     """Scalars, of the given choices those that the gate would not make; empty where none are given."""
     num_tokens: int = 0
     """That count: padding aside."""
+
+    def of_all(self, exchange: TokenExchange) -> Routes:
+        """With the tokens of all ranks that share the samples, for `metrics`. A collective."""
+        load_LE, probability_LE = torch.stack(self.loads).float(), torch.stack(self.probabilities)
+        num_changes = torch.stack(self.changes).float() if self.changes else load_LE.new_zeros(0)
+        counts = torch.cat([num_changes, load_LE.new_tensor([self.num_tokens])])
+        own = torch.cat([load_LE.flatten(), probability_LE.flatten(), counts])
+        total = exchange.gathered(own[None], 0, [1] * exchange.size).sum(0)
+        loads, probabilities, changes = total.split([load_LE.numel(), load_LE.numel(), len(counts)])
+        return Routes(
+            self.experts,
+            [*loads.view_as(load_LE)],
+            [*probabilities.view_as(load_LE)],
+            [*changes[:-1]],
+            int(changes[-1]),
+        )
 
     def metrics(self) -> dict[str, tuple[Tensor, int]]:
         """Sum and number of terms of each.

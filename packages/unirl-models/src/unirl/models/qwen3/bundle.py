@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.causal_lm.routing import RoutedTokens
+from unirl.types.protocols.models import RecomputeContexts, TokenExchange
 
 
 class Qwen3Bundle(CausalLMBundle):
@@ -23,10 +24,6 @@ class Qwen3MoeBundle(RoutedTokens, Qwen3Bundle):
     """Qwen3 with experts, of which each token goes to a few."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
-    spreads_tokens: ClassVar[bool] = False
-    keeps_tokens_because: ClassVar[str] = (
-        "its gates are measured and replayed by whole rows (topology.ep spreads experts)"
-    )
     spreads_experts: ClassVar[bool] = True
     gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeTopKRouter",)
     expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeExperts",)
@@ -36,3 +33,8 @@ class Qwen3MoeBundle(RoutedTokens, Qwen3Bundle):
     def block_class_names(self) -> tuple[str, ...]:
         """The decoder layers."""
         return ("Qwen3MoeDecoderLayer",)
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """See the base."""
+        super().spread_tokens(exchange)
+        return self.recompute_contexts
