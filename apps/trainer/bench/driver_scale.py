@@ -1,7 +1,8 @@
 """What the driver does at 64, 256 and 1,024 GPUs, by the real code on virtual time.
 
     uv run python apps/trainer/bench/driver_scale.py [--gpus 64 256 1024] [--rollouts 12] [--requests 2]
-        [--window 0.3] [--at-once 1] [--threads] [--profile 1024]
+        [--window 0.3] [--at-once 1] [--generate-s 200]
+        [--retract] [--lend] [--threads] [--profile 1024]
 
 The real data source, collector, slots, asynchronous loop, learner, served pool and groups of workers. Half of the GPUs
 are members of a served pool of engines, a quarter score, a quarter train; each is an object of this process that takes
@@ -12,8 +13,10 @@ computes.
 
 Driver CPU seconds are those of the process without those in which a worker stood for another process. What crosses
 between driver and worker is pickled on one side and read on the other, as a process would; what Ray adds to each call
-is not included. `--threads` runs the same with ordinary threads and no waiting, to
-compare CPU seconds; `--profile N` lists functions by the time that they take at N GPUs.
+is not included. `--retract` has pushes cut calls short (`schedule.on_push`). `--lend` has engines on the GPUs that
+train, too, which generate while training waits (`schedule.kind: hybrid`): to wake them and to put them to sleep takes
+10 s each. `--threads` runs the same with ordinary threads and no waiting, to compare CPU seconds; `--profile N` lists
+functions by the time that they take at N GPUs.
 """
 
 # ruff: noqa: INP001, T201, S301 - a script, no package; pickles of this process
@@ -50,6 +53,7 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.held import Held
+from unirl.distributed.pools.lent import LentMembers
 from unirl.distributed.pools.served import Ask, ServedPool
 from unirl.distributed.pools.shelf import Shelf
 from unirl.distributed.runtime import Runtime
@@ -60,6 +64,7 @@ from unirl.train.stack import TrainStepResult
 from unirl.trainer.build.assembly import assemble
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.hybrid import Handover, HybridTrainer, Lending
 from unirl.trainer.loops.order import REQUESTS, OrderLog
 from unirl.trainer.settings import TrainerSettings
 from unirl.trainer.text import TextModality
@@ -101,11 +106,12 @@ LATENCIES = {"generate": Latency(100.0, 0.5), "score_track": Latency(REWARD_S, 0
 class Wire:
     """What passes between the driver and its workers. A worker's CPU seconds are kept apart from the driver's.
 
-    sleep: waits for the workers. seen: called with each value that the driver sends or gets. aside: entered while a
-    worker computes.
+    sleep: waits for the workers. wait: the same, but no longer than until an event. seen: called with each value that
+    the driver sends or gets. aside: entered while a worker computes.
     """
 
     sleep: Callable[[float], None] = lambda seconds: None
+    wait: Callable[[threading.Event, float], object] = lambda event, seconds: None
     seen: Callable[[Any], None] = lambda value: None
     aside: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     calls_by_method: Counter[str] = field(default_factory=Counter)
@@ -116,15 +122,27 @@ class Wire:
     num_in_flight: int = 0
     most_in_flight: int = 0
 
-    def ask(self, what: str, message: Any, answer: Callable[[Any], Any], takes_s: float | None = None) -> Any:
-        """The answer of one worker. takes_s: how long; None: no time, or the caller waits for it."""
+    def ask(
+        self,
+        what: str,
+        message: Any,
+        answer: Callable[[Any], Any],
+        takes_s: float | None = None,
+        ends: threading.Event | None = None,
+    ) -> Any:
+        """The answer of one worker. takes_s: how long; None: no time, or the caller waits. ends: ends it early."""
         self.seen(message)
         sent = pickle.dumps(message, protocol=5)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         if takes_s is not None:
-            self.busy_s[what] = self.busy_s.get(what, 0.0) + takes_s
-            self.sleep(takes_s)
+            begun_s = time.monotonic()
+            if ends is None:
+                self.sleep(takes_s)
+            else:
+                self.wait(ends, takes_s)
+            took_s = takes_s if ends is None or not ends.is_set() else time.monotonic() - begun_s
+            self.busy_s[what] = self.busy_s.get(what, 0.0) + took_s
         with self.aside():
             begun = time.thread_time()
             got = pickle.dumps(outgoing(answer(pickle.loads(sent))), protocol=5)
@@ -191,7 +209,10 @@ class Store:
         return Rows(((reference, tuple(own[row] for row in rows)),))
 
     def joined(self, picked: Sequence[Any]) -> Rows:
-        return Rows(tuple(piece for each in picked for piece in each.pieces))
+        whole = [
+            each if isinstance(each, Rows) else self.rows(each, range(self.get(each).batch_size)) for each in picked
+        ]
+        return Rows(tuple(piece for each in whole for piece in each.pieces))
 
 
 # Workers --------------------------------------------------------------------------------------------------------------
@@ -213,7 +234,7 @@ class Engine:
         self.version = version
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
         """One per row."""
         lengths = [1 + hash(name) % 7 for name in req.sample_ids]
         track = req.make_root_track(
@@ -224,6 +245,22 @@ class Engine:
         versions = torch.full((req.batch_size,), self.version)
         counts = {"tokens": torch.tensor(lengths, dtype=torch.float32)}
         return RolloutResp(tracks={"text": track.replace(policy_versions=versions, counts=counts)})
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        """End calls; see `Member.post`."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def sleep(self) -> None:
+        """Give memory back."""
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def wake_up(self) -> None:
+        """Take it again."""
+
+
+LEFT_S: dict[str, float] = {}
+"""First sample of a call that was cut short -> seconds that it still takes."""
 
 
 class Reward:
@@ -260,6 +297,8 @@ class Member:
     def __init__(self, number: int, wire: Wire) -> None:
         self.pid, self.name = number, f"engine {number}"
         self._wire, self._draw = wire, random.Random(number)  # noqa: S311 - a simulation
+        self._running: set[threading.Event] = set()
+        """What ends the calls that run."""
         self._worker = Worker(lambda context: {"engine": Engine()}, WorkerContext(0, 1, "cpu"))
 
     def ready(self) -> Mapping[str, ComponentInfo]:
@@ -280,21 +319,38 @@ class Member:
     def call(self, message: Ask | str) -> Any:
         if isinstance(message, str):
             return self._wire.ask(message, message, lambda method: getattr(self._worker, method)())
-        takes_s = LATENCIES[message.method].drawn(self._draw) if message.method in LATENCIES else PUSH_S
+        if message.method != "generate":
+            return self._answered(message, PUSH_S)
+        first, begun_s = message.args[0].sample_ids[0], time.monotonic()
+        takes_s = LEFT_S.pop(first, None) or LATENCIES["generate"].drawn(self._draw)
+        self._running.add(ends := threading.Event())
+        found = self._answered(message, takes_s, ends)
+        self._running.remove(ends)
+        if ends.is_set():
+            LEFT_S[first] = takes_s - (time.monotonic() - begun_s)
+        return found
+
+    def _answered(self, message: Ask, takes_s: float, ends: threading.Event | None = None) -> Any:
         made: list[RolloutResp] = []
 
         def answer(ask: Ask) -> Any:
             result = self._worker.invoke(ask.role, ask.method, ask.args, dict(ask.kwargs), None)
             if not ask.is_stored:
                 return result
+            if ends is not None and ends.is_set():
+                track = result.tracks["text"]
+                result.tracks["text"] = track.replace(is_unfinished=torch.ones(track.batch_size, dtype=torch.bool))
             made.append(result)
             return result.metadata_only()
 
-        found = self._wire.ask(message.method, message, answer, takes_s)
+        found = self._wire.ask(message.method, message, answer, takes_s, ends)
         return (found, Reference(made[0])) if message.is_stored else found
 
     def post(self, message: Ask) -> None:
-        self.call(message)
+        if message.method != "abort":
+            raise ContractError(f"this simulation posts no {message.method}")
+        for ends in tuple(self._running):
+            ends.set()
 
     def restart(self) -> None:
         raise ContractError("no member of this simulation dies")
@@ -366,7 +422,7 @@ class Sync:
     """Has every engine load the present version."""
 
     def __init__(self, pool: ServedPool) -> None:
-        self._engine = pool.role("engine")
+        self._pool = pool
         self._version = 0
 
     def prepare(self) -> None:
@@ -374,7 +430,7 @@ class Sync:
 
     def push(self, policy: Copies = None) -> dict[str, float]:
         """Count on, and tell all."""
-        self._engine.load(self._version)
+        self._pool.ask([member.pid for member in self._pool.working], Ask("engine", "load", (self._version,)))
         self._version += 1
         return {}
 
@@ -449,10 +505,13 @@ def steps_of(
     requests: int = REQUESTS_PER_ROLLOUT,
     window: int = 1,
     at_once: int | None = None,
+    lends: bool = False,
+    cuts_calls: bool = False,
 ) -> list[dict[str, float]]:
     """A whole run of the asynchronous loop; the metrics and counts of each step.
 
-    requests: per rollout. window, at_once: see `AsyncTrainer`.
+    requests: per rollout. window, at_once, cuts_calls: see `AsyncTrainer`. lends: engines are on the GPUs that train,
+    too.
     """
     LATENCIES["score_track"] = Latency(REWARD_S * REQUESTS_PER_ROLLOUT / requests, 0.25)
     with tempfile.TemporaryDirectory() as folder:
@@ -462,7 +521,7 @@ def steps_of(
             for n in range(4 * sizes.batch_size)
         ]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        members = [Member(number, wire) for number in range(sizes.num_engines)]
+        members = [Member(number, wire) for number in range(sizes.num_engines + sizes.num_even * lends)]
         pool = ServedPool("engines", members.__getitem__, len(members), Store(), num_devices=len(members))
         reward = Fleet(lambda context: {"reward": Reward()}, sizes.num_even, wire)
         train = Fleet(lambda context: {"stack": Stack(), "checkpointer": NoCheckpoints()}, sizes.num_even, wire)
@@ -473,6 +532,10 @@ def steps_of(
             pools={"train": train, "engine": pool, "reward": reward},
         )
         tracker = Steps(wire, now)
+        lent = LentMembers(pool, range(sizes.num_engines, len(members)), ["engine"])
+        loop: Any = AsyncTrainer
+        if lends:
+            loop = functools.partial(HybridTrainer, lending=Lending([lent], Handover(cuts_calls=True, sleeps=True)))
         with groups as runtime:
             assemble(
                 runtime,
@@ -491,11 +554,12 @@ def steps_of(
                 collects_ahead=True,
                 takes_older=True,
                 loop=functools.partial(
-                    AsyncTrainer,
+                    loop,
                     max_staleness=MAX_STALENESS,
                     groups_per_request=sizes.batch_size // requests,
                     window=window,
                     requests_at_once=at_once,
+                    cuts_calls=cuts_calls,
                     log=OrderLog(Path(folder) / REQUESTS),
                 ),
             ).run()
@@ -508,7 +572,7 @@ def simulated(
     """A run on virtual time. aside: see `Wire`. schedule: see `steps_of`."""
     threads = VirtualThreads()
     with threads.running():
-        wire = Wire(threads.sleep, aside=aside)
+        wire = Wire(threads.sleep, lambda event, seconds: event.wait(seconds), aside=aside)
         return steps_of(Sizes(num_gpus), num_rollouts, wire, lambda: threads.now_s, **schedule)
 
 
@@ -569,6 +633,9 @@ def main() -> None:
     )
     parser.add_argument("--window", type=float, default=0.0, help="schedule.window")
     parser.add_argument("--at-once", type=int, help="schedule.requests_at_once")
+    parser.add_argument("--generate-s", type=float, default=100.0, help="mean seconds of a call of an engine")
+    parser.add_argument("--retract", action="store_true", help="schedule.on_push: retract")
+    parser.add_argument("--lend", action="store_true", help="schedule.kind: hybrid")
     parser.add_argument("--threads", action="store_true", help="ordinary threads, and workers that take no time")
     parser.add_argument("--profile", type=int, metavar="N", help="list what takes the driver's time at N GPUs")
     given = parser.parse_args()
@@ -576,7 +643,10 @@ def main() -> None:
         "requests": given.requests,
         "window": max(1, math.floor(given.window * given.requests)),
         "at_once": given.at_once,
+        "lends": given.lend,
+        "cuts_calls": given.retract,
     }
+    LATENCIES["generate"] = Latency(given.generate_s, 0.5)
     logging.getLogger("unirl").setLevel(logging.ERROR)  # steps of minutes are what a warning of long waits is about
     if given.profile is not None:
         profiled(given.profile, given.rollouts)

@@ -44,12 +44,10 @@ class Lending:
     """Lends the members of pools that stand on devices of what trains, and takes them back. They are lent to begin
     with, since their engines have just started."""
 
-    def __init__(
-        self, pools: Sequence[LentPool], handover: Handover, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pools: Sequence[LentPool], handover: Handover, now_s: Callable[[], float] | None = None) -> None:
         if not pools:
             raise ContractError("no pool has members on devices that train, so there is nothing to lend")
-        self._pools, self._handover, self._now_s = list(pools), handover, now_s
+        self._pools, self._handover, self._now_s = list(pools), handover, now_s or time.monotonic
         self._is_lent, self._num_resting = True, 0
         self._begun_s = 0.0
         self._work_s: float | None = None
