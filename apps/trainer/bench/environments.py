@@ -1,4 +1,4 @@
-"""What environments cost: `python apps/trainer/bench/environments.py [--rounds 3] [--only pools]`.
+"""What environments cost: `python apps/trainer/bench/environments.py [--rounds 3] [--only pools|turns]`.
 
 1. Steps per second of our processes against gymnasium's AsyncVectorEnv, the same environment, as many processes; ratios
 are taken in pairs, and the median is printed.
@@ -35,7 +35,7 @@ from unirl.rollout.environments.pooled import PooledEnvironments
 from unirl.rollout.environments.workers import EnvironmentWorkers
 from unirl.rollout.turns.calls import Turn
 from unirl.rollout.turns.engine import TurnsEngine
-from unirl.types.conditions import PromptCondition
+from unirl.types.conditions import Bridge, PromptCondition
 from unirl.types.media import Texts
 from unirl.types.messages import Message
 from unirl.types.protocols.hosting import HostingPool
@@ -107,12 +107,14 @@ class Numbers:
 
     context_length = 10**6
     vocabulary: dict[str, int] = {}
+    media_tokens: frozenset[int] = frozenset()
+    reads_images_in_turns = False
 
     def encode(self, primitives: Any, params: ARSamplingParams) -> dict[str, PromptCondition]:  # Any: texts
         return {"prompt": PromptCondition.pack(tokens=[torch.tensor([1])] * len(primitives["text"].texts))}
 
-    def bridge(self, messages: Sequence[Message]) -> list[int]:
-        return [8] * len(messages)
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        return Bridge([8] * len(messages))
 
 
 def turns(stages: int) -> float:
@@ -216,15 +218,25 @@ def pools(ids: Sequence[str], rounds: int) -> None:
     print(f"two workers in turn, 8 processes: {own:.0f} turns/s in pairs, {there:.0f} in a pool: {ratio:.2f}x")
 
 
+def pipelined(rounds: int) -> None:
+    """Print what a second part of a batch saves."""
+    waits = [(turns(1), turns(2)) for _ in range(rounds)]
+    ratio = statistics.median(one / two for one, two in waits)
+    print(f"pipeline_stages 2 against 1, equal waits: {ratio:.2f}x (at most {2 * NUM_TURNS / (NUM_TURNS + 0.5):.2f})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ids", nargs="+", default=["MountainCarContinuous-v0", "waiting:unirl/Busy-v0"])
-    parser.add_argument("--only", choices=["pools"], help="what is measured; default: all")
+    parser.add_argument("--only", choices=["pools", "turns"], help="what is measured; default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.only == "pools":
         pools(arguments.ids, arguments.rounds)
+        return
+    if arguments.only == "turns":
+        pipelined(arguments.rounds)
         return
     for name in arguments.ids:
         pairs = [(ours(name), theirs(name)) for _ in range(arguments.rounds)]
@@ -232,9 +244,7 @@ def main() -> None:
         own, other = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
         print(f"{name}: {own:,.0f} moves/s, AsyncVectorEnv {other:,.0f}: {ratio:.2f}x")
     pools(arguments.ids, arguments.rounds)
-    waits = [(turns(1), turns(2)) for _ in range(arguments.rounds)]
-    ratio = statistics.median(one / two for one, two in waits)
-    print(f"pipeline_stages 2 against 1, equal waits: {ratio:.2f}x (at most {2 * NUM_TURNS / (NUM_TURNS + 0.5):.2f})")
+    pipelined(arguments.rounds)
 
 
 if __name__ == "__main__":
