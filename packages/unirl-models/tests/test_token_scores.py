@@ -1,5 +1,7 @@
 """Scores of tokens against float64, in chunks that never hold more logits than they may."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,39 @@ def test_no_tensor_exceeds_the_chunk_whatever_the_batch(num_tokens):
     assert hidden.grad is not None
     # The weight's gradient is as large as the weight; nothing else may exceed a chunk.
     assert watch.numel == max(chunk, words * width)
+
+
+class MostAlive(TorchDispatchMode):
+    """Watches every operation, backward included, for the most bytes that tensors made within it hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+@pytest.mark.parametrize("used", ["logp", "entropy", "both"])
+def test_a_backward_pass_holds_no_more_chunks_of_more_tokens(used: str):
+    """A score that no loss uses, held until after the backward pass as stats of a replay are, keeps no logits."""
+    words, width, most = 4096, 4, []
+    for num_tokens in (16, 256):
+        head = ScoringHead(nn.Linear(width, words, bias=False), chunk_logits=8 * words)
+        hidden, places = values(1, num_tokens, width).requires_grad_(), torch.arange(num_tokens)
+        with MostAlive() as watch, head.scoring(places, places, 1.0):
+            logp, entropy, _, _ = head(hidden)
+            {"logp": logp, "entropy": entropy, "both": logp + entropy}[used].sum().backward()
+        assert logp.numel() == entropy.numel() == num_tokens
+        most.append(watch.most)
+    assert most[1] < most[0] + 4 * 8 * words
 
 
 def test_a_head_scores_the_tokens_behind_the_places_it_is_asked_for():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,24 @@ def chunked_scores(
     else:
         scores = [score(*chunk) for chunk in chunks]
     logp_N, entropy_N, collision_N = (torch.cat(parts) for parts in zip(*scores, strict=True))
+    logp_N, entropy_N = _Together.apply(logp_N, entropy_N)
     return logp_N, entropy_N, collision_N
+
+
+class _Together(torch.autograd.Function):
+    """Passes tensors on, and a gradient back to each: zeros to one that no loss uses.
+
+    A checkpoint frees what it computes again as the backward pass asks for it. Nothing asks for a score that is left
+    out, and the logits of all chunks would stay until the graph ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:  # Any: as torch has it
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # Any: as torch has it
+        return grads
 
 
 @bounded("bundle")
