@@ -61,6 +61,25 @@ def test_engines_and_schedules_have_the_same_bits(tmp_path):
     assert max(value for step in direct.values() for name, value in step.items() if name.endswith("rollout/turns")) > 1
 
 
+@pytest.mark.slow
+def test_a_tool_behind_a_server_has_the_bits_of_the_same_tool(tmp_path):
+    found = run(tmp_path / "server", recipe="worlds/tools/mcp")
+    for step, record in run(tmp_path / "own").items():
+        assert found[step].pop("text/rollout/unavailable_tools", 0.0) == 0.0
+        assert found[step] == record
+
+
+@pytest.mark.ray
+@pytest.mark.nightly
+def test_rewards_of_turns_reach_the_critic_from_other_workers(tmp_path):
+    """A copy of the model that writes elsewhere: its turns and their rewards train with the bits of one process."""
+    words = ["num_rollouts=2", *REPLICA[:1], *REPLICA[2:]]
+    apart = [f"component_placement.{name}={place}" for name, place in (("actor", 0), ("rollout", 1), ("env", 1))]
+    found = run(tmp_path / "apart", *words, *apart, recipe="worlds/tools/ppo")
+    assert found == run(tmp_path / "one", *words, recipe="worlds/tools/ppo")
+    assert found[1]["text/rollout/calls"] > 0 and "ppo/explained_variance" in found[1]
+
+
 @pytest.mark.ray
 def test_turns_in_other_workers_have_the_bits_of_one_process(tmp_path):
     """The engine that is pushed to is asked for canaries without turns."""

@@ -74,6 +74,13 @@ def mutter() -> str:
     return "said"
 
 
+@server.tool()
+def forget() -> str:
+    """Have no `add` any more."""
+    server.remove_tool("add")
+    return "done"
+
+
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
 else:

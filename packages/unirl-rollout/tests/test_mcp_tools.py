@@ -16,7 +16,7 @@ from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.tools.base import ToolError, ToolUnavailableError, mcp_schema
 from unirl.rollout.environments.tools.calculator import Calculator
 from unirl.rollout.environments.tools.mcp.server import McpServer, connected
-from unirl.rollout.environments.workers import EnvironmentWorkers
+from unirl.rollout.environments.workers import EnvironmentWorkers, Lost
 from unirl.rollout.turns.calls import ToolCall, Turn
 from unirl.types.errors import ConfigError
 from unirl.types.messages import ShownImage
@@ -79,7 +79,7 @@ def wait_until_gone(pid):
 
 def test_tools_of_a_server_are_called_by_their_schemas(tools):
     found = tools(shows_images=True)
-    assert set(found) == {"add", "fail", "pid", "red", "slow", "hang", "die", "die_once", "mutter"}
+    assert set(found) == {"add", "fail", "pid", "red", "slow", "hang", "die", "die_once", "mutter", "forget"}
     assert found["add"].description == "Add two whole numbers."
     assert found["add"].parameters["properties"]["a"]["type"] == "integer"
     assert found["add"]({"a": 2, "b": 3}, {}).text == "5"
@@ -89,6 +89,9 @@ def test_tools_of_a_server_are_called_by_their_schemas(tools):
         found["add"]({"a": "x", "b": 1}, {})
     assert found["red"]({}, {}).images == (ShownImage(2, 3, b"\xff\0\0" * 6),)
     assert found["mutter"]({}, {}).text == "said", "what is no message is left out"
+    assert found["forget"]({}, {}).text == "done"
+    with pytest.raises(ToolError, match="Unknown tool: add"):
+        found["add"]({"a": 2, "b": 3}, {})
 
 
 def test_a_call_that_takes_too_long_costs_no_other(tools, caplog):
@@ -241,6 +244,18 @@ def test_a_server_per_process_ends_with_it(played):
     workers.close()
     for pid in running:
         wait_until_gone(pid)
+
+
+def test_a_process_that_is_killed_takes_its_server_with_it(played):
+    workers = played(McpServer(command=["python", SERVED], timeout_s=20.0))
+    servers = {name: int(step.observation[0].content) for name, step in called(workers, pid={}).items()}
+    os.kill(workers.pids[0], signal.SIGKILL)
+    found = called(workers, pid={})
+    (lost,) = [name for name, step in found.items() if isinstance(step, Lost)]
+    assert "neither deterministic nor resumable" in found[lost].reason
+    (kept,) = set(found) - {lost}
+    assert int(found[kept].observation[0].content) == servers[kept]
+    wait_until_gone(servers[lost])
 
 
 @pytest.mark.parametrize(
