@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 
+from unirl.trainer.clock import PhaseClock
+from unirl.trainer.guardrails import GuardrailConfig, Guardrails
+from unirl.trainer.learner import Learner
 from unirl.trainer.loops.hybrid import Handover, Lending
 from unirl.types.errors import ContractError
 
@@ -102,3 +105,36 @@ def test_members_that_join_while_devices_train_rest_with_the_others(made: Any) -
 def test_a_run_without_members_to_lend_is_refused() -> None:
     with pytest.raises(ContractError, match="nothing to lend"):
         Lending([], Handover(cuts_calls=False, sleeps=False))
+
+
+class Pushes:
+    """A runtime and its sync: notes what is pushed, of which the first time each version changes the engine."""
+
+    def __init__(self) -> None:
+        self.pushed: list[int] = []
+        self.version = 0
+
+    def role(self, name: str, seen_as: Any) -> None:
+        assert name == "stack"
+
+    def push(self, policy: None) -> dict[str, float]:
+        is_new = self.version not in self.pushed
+        self.pushed.append(self.version)
+        return {"sync/changed_tensors": float(is_new)}
+
+
+def test_members_that_begin_are_pushed_to_again_which_is_no_sign_of_weights_that_do_not_train() -> None:
+    sync: Any = Pushes()
+    guardrails = Guardrails(GuardrailConfig(), scorers=[])
+    learner = Learner(sync, guardrails=guardrails, clock=PhaseClock(), sync=sync)
+    for done in range(4):
+        sync.version = done
+        learner.push(done, None)
+        learner.push(done, None)
+        learner.forget_push()
+        pushed = learner.push(done, None)
+        assert pushed == {"sync/changed_tensors": 0.0}
+        measured = dict.fromkeys(("train/grad_norm", "train/loss", "reward/mean", "reward/std", "reward/max"), 1.0)
+        measured |= {"group/trained_samples": 8.0, "reward/min": 0.0}
+        assert not learner.watch({**measured, **pushed}, done).alarms
+    assert sync.pushed == [0, 0, 1, 1, 2, 2, 3, 3]

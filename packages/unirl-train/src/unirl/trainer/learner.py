@@ -67,6 +67,8 @@ class Learner:
         self._guardrails = guardrails
         self._alarmed: frozenset[str] = frozenset()
         self._pushed: tuple[int, Copies] | None = None
+        self._is_forgotten = False
+        """True if the next push comes also if it is the last one again."""
         self._known_pushes: list[Copies] = []
         """Policies pushed since the weights were last loaded from elsewhere."""
         self._changed: dict[str, float] = {}
@@ -97,11 +99,14 @@ class Learner:
         policy: named copy of the weights; None is the policy being trained. Evaluation and rollout of the same policy
         share a push. Raises WeightSyncError if the engine did not load exactly what was sent.
         """
-        if self._sync is None or self._pushed == (done, policy):
+        is_again, is_forgotten, self._is_forgotten = self._pushed == (done, policy), self._is_forgotten, False
+        if self._sync is None or (is_again and not is_forgotten):
             return {}
         with self._clock.phase("sync"):
             pushed = self._sync.push(policy)
         self._pushed = (done, policy)
+        if is_again:
+            return pushed
         if policy in self._known_pushes:
             for name in (name for name in pushed if name.endswith(CHANGED_TENSORS)):
                 self._changed[name] = min(pushed[name], self._changed.get(name, pushed[name]))
@@ -110,8 +115,9 @@ class Learner:
         return pushed
 
     def forget_push(self) -> None:
-        """Push again, where that would be left out because the engines have the weights: there are more of them now."""
-        self._pushed = None
+        """Push again, where that would be left out because the engines have the weights: there are more of them now.
+        Such a push changes nothing in the others, which is no sign of weights that do not train."""
+        self._is_forgotten = True
 
     def train(self, rollout: ScoredRollout, traced: Sequence[str] = ()) -> dict[str, float]:
         """Run the updates of a rollout and release it; returns metrics.
