@@ -9,15 +9,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unirl.rehearsal import ledger
+from unirl.rehearsal import blocks, ledger
 from unirl.rehearsal.mode import own_place
+from unirl.train.backend.ulysses import UlyssesExchange
 
 HERE = Path(__file__).parent
+
 NUM_PARAMETERS = 18
 """Parameters of the model in equal_bytes.py."""
 
@@ -62,6 +65,24 @@ def test_what_an_option_saves_is_rehearsed(knobs: Any, knob: str, of: str) -> No
     real, rehearsed = (without[kind][of] - knobs[knob][kind][of] for kind in ("real", "rehearsed"))
     assert real > 0.1 * without["real"][of]
     assert rehearsed == pytest.approx(real, rel=0.1)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Stands for the packing of texts, an argument of blocks."""
+
+    lengths: tuple[int, ...]
+    exchange: UlyssesExchange
+
+
+def test_blocks_whose_tokens_are_exchanged_between_as_many_ranks_are_alike() -> None:
+    def described(size: int, length: int = 3) -> Any:
+        exchange = UlyssesExchange.__new__(UlyssesExchange)  # without a process group
+        exchange.rank, exchange.size = 0, size
+        return blocks._described(Packed((length,), exchange))
+
+    assert described(2) == described(2)
+    assert len({described(2), described(4), described(2, length=5)}) == 3
 
 
 def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> None:

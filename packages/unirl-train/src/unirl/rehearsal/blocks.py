@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from unirl.rehearsal.repeats import Cost, Repeats, Shape, circumstances, replaced, shape_of
 from unirl.train.backend.activation_offload import is_offloaded
+from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.wrap import is_checkpointed
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ContractError
@@ -210,6 +211,8 @@ def _described(value: Value) -> Value:
         return value
     if isinstance(value, tuple):
         return tuple(map(_described, value))
+    if isinstance(value, UlyssesExchange):
+        return value.rank, value.size
     if isinstance(value, Mapping):
         return tuple((name, _described(each)) for name, each in value.items())
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:
