@@ -123,8 +123,8 @@ def hybrid_has_devices_to_lend(run: ComposedRun) -> Messages:
         members = group.given.members or len(group.devices)
         if shared[group.name] and members <= len(shared[group.name]):
             yield (
-                f"schedule.kind = hybrid: all of the {members} members of {group.given.shown} are on devices that "
-                "train, so that nothing generates meanwhile. Name other devices too, or set schedule.kind: sync."
+                f"schedule.kind = hybrid: each member of {group.given.shown}, {members} of them, is on a device that "
+                "trains, so that nothing generates meanwhile. Name other devices too, or set schedule.kind: sync."
             )
 
 
