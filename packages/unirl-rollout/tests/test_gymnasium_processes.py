@@ -76,7 +76,7 @@ def test_what_cannot_be_played_again_is_lost_alone(opened):
     played = env.play([0, 1, 2], STILL)
     lost = [error is not None for error in played.errors]
     assert 0 < sum(lost) < 3
-    assert all("its process ended" in error for error in played.errors if error)
+    assert all("its process is gone" in error for error in played.errors if error)
     assert not (played.terminated | played.truncated).any()
     assert played.seen.states[lost, 1].tolist() == [2] * sum(lost), "what it showed last"
     assert env.start([5]).states.tolist() == [[5, 0, 0]]

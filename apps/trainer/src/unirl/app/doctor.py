@@ -34,6 +34,7 @@ EXTRAS: Mapping[str, str] = {
     "ocr": "the scorer of drawn words",
     "paddleocr": "the same by PaddleOCR",
     "mujoco": "policies that act in environments of MuJoCo",
+    "mcp": "tools of MCP servers",
     "math": "answers of mathematics as expressions",
     "wandb": "the tracker Weights & Biases",
     "swanlab": "the tracker SwanLab",
