@@ -7,15 +7,16 @@ before leave, on separate streams. Values are those of the optimizer alone, bit 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unirl.train import host_memory
+from unirl.train.optimizer_base import SteppedOptimizer
 from unirl.train.shards import local_part, with_local
 from unirl.types.devices import is_accelerator
 from unirl.types.errors import ConfigError
@@ -57,7 +58,7 @@ class _Visit:
     """Events after the copies; None where there are no streams."""
 
 
-class HostedOptimizer(torch.optim.Optimizer):
+class HostedOptimizer(SteppedOptimizer):
     """An optimizer whose states, but for the counts of steps, are `hosted`. Implements the interface of the one inside.
 
     inner: with its states in place. It is called with some of its parameters, and must give each the same step then.
@@ -69,17 +70,7 @@ class HostedOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = inner.param_groups, inner.state
         self._streams: tuple[Value, Value] | None = None
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient. Returns the loss that `closure`, called before, computes."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+    def _step(self) -> None:
         coming, leaving = self._visits(), deque[_Visit]()
         now = self._arriving(coming)
         while now is not None:
@@ -92,7 +83,6 @@ class HostedOptimizer(torch.optim.Optimizer):
             now = after
         for each in leaving:
             self._end(each)  # what reads states after the step finds them
-        return loss
 
     def _visits(self) -> Iterator[_Visit]:
         for group in self.param_groups:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from unirl.train.block_codes import dequantised, quantised
+from unirl.train.optimizer_base import SteppedOptimizer
 from unirl.train.shards import local_part
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32
@@ -67,7 +68,7 @@ def _signed(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-class SmallStateAdamW(torch.optim.Optimizer):
+class SmallStateAdamW(SteppedOptimizer):
     """AdamW with decoupled weight decay, computed in float32.
 
     states: "8bit", codes of one byte with a float32 scale per block of a row (parameters of too few elements, or whose
@@ -111,23 +112,12 @@ class SmallStateAdamW(torch.optim.Optimizer):
                 state[f"{name}_scale"] = _zeros_by_block(parameter, block)
         return state
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient. Returns the loss that `closure`, called before, computes."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+    def _step(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.state[parameter]["step"] += 1
                     self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         # Any: a group's options.
