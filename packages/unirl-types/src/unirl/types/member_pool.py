@@ -340,14 +340,12 @@ class MemberPool(Generic[MemberT]):
 
         with self._changing:
             self._resting.update(members)
-        while ends_calls and not is_quiet():
+        while not is_quiet():
             for member in members:
                 for message in ends_calls:
                     _post(member, message)  # again, since a call may just have begun
             with self._changing:
-                self._changing.wait_for(is_quiet, _AGAIN_S)
-        with self._changing:
-            self._changing.wait_for(is_quiet)
+                self._changing.wait_for(is_quiet, _AGAIN_S if ends_calls else None)
 
     def work(self, members: Sequence[MemberT]) -> None:
         """Give members calls again that rested."""
