@@ -28,7 +28,11 @@ SECONDS = "environment_s"
 UNFINISHED = "unfinished episode"
 """Key of the metadata of a sample that can be continued (`RolloutTrack.is_unfinished`), and of those with it: an
 `UnfinishedEpisode`."""
-_STATUS: dict[str, SegmentStatus] = {"answered": SegmentStatus.COMPLETED, "failed": SegmentStatus.FAILED}
+_STATUS: dict[End | None, SegmentStatus] = {
+    "answered": SegmentStatus.COMPLETED,
+    "failed": SegmentStatus.FAILED,
+    None: SegmentStatus.ABORTED,
+}
 
 
 @dataclass(frozen=True)
@@ -228,8 +232,7 @@ def track_of(
 ) -> RolloutTrack:
     """What came of the episodes. played: of those that are to be continued, what the environment needs."""
     device = cast("PromptCondition", conditions["prompt"]).tokens.device
-    ends = [SegmentStatus.TRUNCATED if episode.end else SegmentStatus.ABORTED for episode in episodes]
-    ends = [_STATUS.get(str(episode.end), end) for episode, end in zip(episodes, ends, strict=True)]
+    ends = [_STATUS.get(episode.end, SegmentStatus.TRUNCATED) for episode in episodes]
     is_mixed = any(len(set(episode.versions)) > 1 for episode in episodes)
     segment = TextSegment.pack(
         tokens=[torch.tensor(episode.tokens, dtype=torch.long, device=device) for episode in episodes],
@@ -253,18 +256,16 @@ def track_of(
     counts = {name: torch.tensor([episode.counts.get(name, 0.0) for episode in episodes]) for name in names}
     counts["turns"] = torch.tensor([float(episode.num_turns) for episode in episodes])
     counts["written_tokens"] = torch.tensor([float(sum(episode.is_written)) for episode in episodes])
-    metadata: list[dict[str, Any] | None] = [  # Any: rows of a user's data file
-        {**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)
-    ]
+    metadata = [{**row, EPISODE: episode.summary} for row, episode in zip(req.rows, episodes, strict=True)]
     is_unfinished = [episode.end is None for episode in episodes]
     if any(is_unfinished):
-        whole = [UnfinishedEpisode(episode, own) for episode, own in zip(episodes, played, strict=True)]
-        metadata = [{**(row or {}), UNFINISHED: own} for row, own in zip(metadata, whole, strict=True)]
+        for row, episode, own in zip(metadata, episodes, played, strict=True):
+            row[UNFINISHED] = UnfinishedEpisode(episode, own)
         track.is_unfinished = torch.tensor(is_unfinished)
     if is_mixed:
         track.last_versions = torch.tensor([max(episode.versions, default=0) for episode in episodes])
     return track.replace(
-        metadata=metadata,
+        metadata=[*metadata],
         counts=counts,
         policy_versions=torch.tensor([min(episode.versions, default=0) for episode in episodes]),
     )

@@ -87,8 +87,9 @@ class Parts:
 
         episodes: row -> name. Those that wait longer are forgotten: others have continued them.
         """
-        self.end([name for name in self._waiting if name not in set(episodes.values())])
-        self._waiting = {name: row % len(self._workers) for row, name in episodes.items()}
+        waiting = {name: row % len(self._workers) for row, name in episodes.items()}
+        self.end([name for name in self._waiting if name not in waiting])
+        self._waiting = waiting
         return {row: self._workers[self._waiting[name]].begun(name) for row, name in episodes.items()}
 
     def resume(self, begun: Mapping[int, tuple[str, BegunEpisode]]) -> dict[int, Lost]:
@@ -99,7 +100,8 @@ class Parts:
             own = {row: each for row, each in begun.items() if row % len(self._workers) == part}
             missing = workers.resume({name: each for name, each in own.values() if self._waiting.get(name) != part})
             lost.update({row: missing[name] for row, (name, _) in own.items() if name in missing})
-        self._waiting = {name: part for name, part in self._waiting.items() if name not in dict(begun.values())}
+        for name, _ in begun.values():
+            self._waiting.pop(name, None)
         return lost
 
     def end(self, names: Sequence[str]) -> None:
