@@ -7,14 +7,16 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from letters_model import CONTEXT, TOLERANCE, LetterCodec, gap, letters, log_probs, request, save_qwen3
 from served_engines import engine_python, marked, nightly
 from test_vllm_weights import full_sync, push, state
 
 from unirl.rollout.engine.sglang_llm.engine import SGLangRolloutEngine
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
+from unirl.types.rollout import RolloutResp
 from unirl.types.sampling import ARSamplingParams
-from unirl.types.segments import SegmentStatus
+from unirl.types.segments import SegmentStatus, TextSegment
 
 pytestmark = [pytest.mark.slow]
 START = {
@@ -102,5 +104,31 @@ def test_a_push_cuts_texts_short_which_go_on_with_the_new_weights(name, tmp_path
             of_policy = [log_probs(models[v], letters(text), tokens.tolist(), LONG.temperature) for v in (3, 4)]
             expected = of_policy[0].where(versions == 3, of_policy[1])
             assert float((expected - values).abs().max()) < TOLERANCE
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in START])
+def test_texts_fill_the_whole_context_and_go_on_where_one_token_is_left(name, tmp_path):
+    save_qwen3(tmp_path / "base")
+    engine = START[name](model=str(tmp_path / "base"), python=engine_python(f"{name}-cpu"), dtype="fp32")
+    req = request([f"word {number:03d}" for number in range(40)], LONG)
+    assert {len(text) for text in req.texts} == {CONTEXT - LONG.max_new_tokens}
+    try:
+        segment: Any = engine.generate(req).tracks["text"].segment
+        rows = (segment.status == SegmentStatus.TRUNCATED).nonzero().flatten().tolist()
+        assert rows
+        for missing in range(1, 7):
+            size = LONG.max_new_tokens - missing
+            parts = {key: [own[:size] for own in segment.select(rows).unpack(key)] for key in ("tokens", "log_probs")}
+            cut = TextSegment.pack(**parts, status=torch.full((len(rows),), SegmentStatus.ABORTED), params=LONG)
+            own = req.select(rows)
+            track = own.make_root_track(conditions={}, segment=cut, decoded=None)
+            begun = RolloutResp(
+                tracks={"text": track.replace(policy_versions=torch.zeros(len(rows), dtype=torch.long))}
+            )
+            found: Any = engine.generate(own, None, begun).tracks["text"].segment
+            assert min(found.lengths) > size
+            assert {int(status) for status in found.status} <= {SegmentStatus.COMPLETED, SegmentStatus.TRUNCATED}
     finally:
         engine.shutdown()

@@ -44,7 +44,7 @@ def model(tmp_path):
 def make_engine(server, model, **options: Any):
     if Path(model).is_dir():
         server.weights = load_file(Path(model) / "model.safetensors")
-    options = {"context_length": 20, "vocab_size": 50, "dtype": "fp32", **options}
+    options = {"context_length": 26, "vocab_size": 50, "dtype": "fp32", **options}
     return SGLangRolloutEngine(NumberCodec(), model=str(model), url=server.url, **options)
 
 
@@ -403,7 +403,7 @@ def test_images_for_a_model_that_reads_text_alone_are_refused(server, model):
 
 
 def test_limits_are_those_of_the_models_own_configuration_unless_given(server, model):
-    text = {"max_position_embeddings": 6, "vocab_size": 8}
+    text = {"max_position_embeddings": 12, "vocab_size": 8}
     for config in (text, {"text_config": text}):
         (model / "config.json").write_text(json.dumps({"tie_word_embeddings": False, **config}))
         engine = make_engine(server, model, context_length=None, vocab_size=None)
@@ -426,6 +426,7 @@ def test_a_server_of_ours_keeps_the_tokens_of_prompts_with_images(model, monkeyp
     before, after = started[0][: started[0].index("-m")], started[0][started[0].index("-m") :]
     assert before[0] == "env" and "SGLANG_MM_AVOID_RETOKENIZE=1" in before and before[-1] == sys.executable
     assert after[:2] == ["-m", "sglang.launch_server"] and "--device" not in after
+    assert after[after.index("--context-length") + 1] == "15"  # SGLang uses 6 less
 
 
 @pytest.mark.parametrize(

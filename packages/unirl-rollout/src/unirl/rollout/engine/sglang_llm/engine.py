@@ -43,11 +43,16 @@ _DTYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": 
 _VARIABLES = {
     "SGLANG_MM_AVOID_RETOKENIZE": "1",
     "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
 }
 """The first keeps the tokens of prompts with images, which SGLang would otherwise decode and tokenise again. The second
-disables the cache of image embeddings, which SGLang does not clear after a push."""
+disables the cache of image embeddings, which SGLang does not clear after a push. The third is needed where the model's
+context and `_KEPT_TOKENS` exceed the model's."""
+_KEPT_TOKENS = 6
+"""Tokens of its context that SGLang leaves unused: it takes prompts of at most so many less, also of texts that it
+continues, and ends samples two before the context."""
 StartServer = Callable[[Path, int, Path], SGLangServer]
 """(engine folder, instance number, instance folder) -> server."""
 _ON_A_CPU: dict[str, str | int | float | bool] = {
@@ -79,7 +84,8 @@ class SGLangRolloutEngine(ServedTextEngine):
     url: of a running server with this model; of the first host if there are several (docs/reference/engines.md, "Over
         several hosts"). None starts `num_instances` servers, on `port` + instance number, or on free ports if `port`
         is None.
-    context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's.
+    context_length, vocab_size: limits, checked before a prompt is sent; None takes the model's. A running server uses
+        6 tokens less of its context.
     kv_cache_tokens: size of the server's KV cache; None, on a GPU only, lets SGLang choose.
     processes: see `EngineProcesses`. `model` must be a folder, or a hub id whose files are downloaded. `num_devices`
         must divide the model's heads; `engine_args` are options of the server ({"schedule-policy": "fcfs"} is
@@ -129,8 +135,9 @@ class SGLangRolloutEngine(ServedTextEngine):
         self._track = track
         self._dtype = f"torch.{_DTYPES[own.dtype]}"
         self._transfer_dir = own.transfer_dir
+        context_length = context_length or _limit(config, "max_position_embeddings")
         self._model_limits = Limits(
-            context_length or _limit(config, "max_position_embeddings"),
+            context_length if url is None else context_length - _KEPT_TOKENS,
             vocab_size or _limit(config, "vocab_size"),
             config.get("image_token_id"),
         )
@@ -166,7 +173,7 @@ class SGLangRolloutEngine(ServedTextEngine):
             "model-path": str(model.absolute()),
             "host": "127.0.0.1",
             "dtype": _DTYPES[own.dtype],
-            "context-length": self._model_limits.context_length,
+            "context-length": self._model_limits.context_length + _KEPT_TOKENS,
             "skip-tokenizer-init": True,
             "tp-size": own.num_devices,
             "enable-memory-saver": own.sleep_level > 0,
