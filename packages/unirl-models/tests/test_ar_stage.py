@@ -19,6 +19,7 @@ from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.kept_texts import KeptTexts
 from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -45,6 +46,10 @@ def own(pipeline, **kwargs):
 def reference_logp(folder, prompt, completion, temperature) -> torch.Tensor:
     """From the library's model as it loads it, one sample alone, float64 softmax."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model_logp(model, prompt, completion, temperature)
+
+
+def model_logp(model, prompt, completion, temperature) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1].double()
     return (logits / temperature).log_softmax(-1).gather(-1, completion[:, None]).squeeze(-1)
@@ -134,10 +139,9 @@ def test_the_models_own_end_of_sequence_stops_too(qwen3_pipeline):
 
 
 def ending_after(num_tokens: int):
-    """Says that sampling ends once so many tokens are drawn: it is asked before the prompts are read, then before each
-    token."""
+    """Says that sampling ends once so many tokens are drawn: it is asked before each token."""
     asked = itertools.count()
-    return lambda: next(asked) > num_tokens
+    return lambda: next(asked) >= num_tokens
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 11])
@@ -165,6 +169,124 @@ def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(qwe
         assert torch.equal(torch.cat([kept[new], more.unpack("tokens")[new]]), whole.unpack("tokens")[row])
         log_probs = torch.cat([begun.unpack("log_probs")[row], more.unpack("log_probs")[new]])
         torch.testing.assert_close(log_probs, whole.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+
+
+def in_turns(pipeline, lengths, params, change=lambda number: None):
+    """The completions of all prompts, ended early after so many further tokens each time and continued with what was
+    kept; and the number of calls that began without a prefill. change: called before each continuation."""
+    conditions = pipeline.encode({"text": Texts(texts=PROMPTS)}, params)
+    prompts = conditions["prompt"].unpack("tokens")
+    written: list[list[torch.Tensor]] = [[] for _ in prompts]
+    log_probs: list[list[torch.Tensor]] = [[] for _ in prompts]
+    rows, kept, num_held = list(range(len(prompts))), KeptTexts(), 0
+    for number, length in enumerate([*lengths, params.max_new_tokens]):
+        if number:
+            change(number)
+        asked = [torch.cat([prompts[row], *written[row]]) for row in rows]
+        with pipeline.evaluating():
+            segment = pipeline.generate(
+                {"prompt": PromptCondition.pack(tokens=asked)},
+                params,
+                noise_keys=[KEYS[row] for row in rows],
+                num_begun=[sum(map(len, written[row])) for row in rows],
+                is_ending=ending_after(length),
+                kept=kept,
+            )
+        num_held += kept.was_held
+        for row, tokens, values in zip(rows, segment.unpack("tokens"), segment.unpack("log_probs"), strict=True):
+            written[row].append(tokens)
+            log_probs[row].append(values)
+        rows = [
+            row for row, status in zip(rows, segment.status.tolist(), strict=True) if status == SegmentStatus.ABORTED
+        ]
+        if not rows:
+            break
+    return prompts, written, log_probs, num_held
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 0, 4], [3, 3, 3]])
+def test_what_is_kept_goes_on_without_a_prefill_with_the_tokens_that_it_would_have_had(qwen3_pipeline, lengths):
+    stop = int(sampled(qwen3_pipeline)[1].unpack("tokens")[1][2])
+    params = replace(PARAMS, stop_token_ids=(stop,))
+    read = list[int]()
+    model = qwen3_pipeline.bundle.model
+    handle = model.register_forward_pre_hook(
+        lambda *given: read.append(given[2]["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        _, written, log_probs, num_held = in_turns(qwen3_pipeline, lengths, params)
+    finally:
+        handle.remove()
+    assert num_held == len(lengths) and [width > 1 for width in read] == [True] + [False] * (len(read) - 1)
+    _, whole = sampled(qwen3_pipeline, params=params)
+    assert len(set(whole.lengths.tolist())) > 1
+    for row in range(len(PROMPTS)):
+        assert torch.equal(torch.cat(written[row]), whole.unpack("tokens")[row])
+        found = torch.cat(log_probs[row])
+        torch.testing.assert_close(found, whole.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+
+
+def test_what_is_kept_goes_on_with_new_weights_over_the_old_keys_and_values(qwen3_pipeline, qwen3_folder):
+    """Against transformers: the cache of each part is written by its weights, and the last token of a part is read by
+    those of the next."""
+    pipeline = own(qwen3_pipeline)
+    models: Any = [transformers.AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32)]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    for number, model in enumerate(models[1:]):
+        torch.manual_seed(number)
+        for weight in model.parameters():
+            weight.data += 0.3 * weight.data.std() * torch.randn_like(weight) if weight.dim() > 1 else 0.0
+
+    def change(number):
+        pipeline.bundle.model.load_state_dict(models[number].state_dict())
+
+    prompts, written, log_probs, num_held = in_turns(pipeline, [4, 3], PARAMS, change)
+    assert num_held == 2
+    gaps = []
+    for prompt, parts, values in zip(prompts, written, log_probs, strict=True):
+        assert [len(part) for part in parts] == [4, 3, 5]
+        cache, unread, expected, anew = transformers.DynamicCache(), prompt, [], []
+        for model, part in zip(models, parts, strict=True):
+            for token in part:
+                with torch.no_grad():
+                    logits = model(unread[None], past_key_values=cache, use_cache=True).logits[0, -1].double()
+                expected.append((logits / PARAMS.temperature).log_softmax(-1)[token])
+                unread = token[None]
+            anew.append(model_logp(model, prompt, torch.cat(parts), PARAMS.temperature)[len(expected) - len(part) :])
+            anew[-1] = anew[-1][: len(part)]
+        torch.testing.assert_close(torch.cat(values), torch.stack(expected).float(), rtol=0, atol=1e-5)
+        gaps.append((torch.cat(values) - torch.cat(anew).float()).abs())
+    # What another prefill with the new weights would have given is something else, but for the first part.
+    gap = torch.stack(gaps)
+    assert float(gap[:, :4].max()) < ROUNDING and float(gap[:, 4:].max()) > 100 * 1e-5
+
+
+def test_other_texts_than_those_that_are_kept_are_read_anew(qwen3_pipeline):
+    params, kept = replace(PARAMS, stop_token_ids=()), KeptTexts()
+    conditions, begun = sampled(qwen3_pipeline, params=params, is_ending=ending_after(4), kept=kept)
+    prompts = [
+        torch.cat(pair) for pair in zip(conditions["prompt"].unpack("tokens"), begun.unpack("tokens"), strict=True)
+    ]
+
+    def go_on(rows, keys):
+        with qwen3_pipeline.evaluating():
+            return qwen3_pipeline.generate(
+                {"prompt": PromptCondition.pack(tokens=[prompts[row] for row in rows])},
+                params,
+                noise_keys=keys,
+                num_begun=[4] * len(rows),
+                kept=kept,
+            ), kept.was_held
+
+    fewer, is_held = go_on([0, 1], KEYS[:2])
+    assert not is_held
+    assert not go_on([0, 1, 2, 3], ["r0:e", *KEYS[1:]])[1]
+    prompts[2][-1] += 1
+    assert not go_on([0, 1, 2, 3], KEYS)[1]
+    prompts[2][-1] -= 1
+    whole, is_held = go_on([0, 1, 2, 3], KEYS)
+    assert is_held and torch.equal(whole.select([0, 1]).tokens, fewer.tokens)
+    assert not go_on([0, 1, 2, 3], KEYS)[1]  # it is kept until it goes on
 
 
 def test_texts_of_several_lengths_end_where_their_own_budget_does(qwen3_pipeline):

@@ -215,15 +215,7 @@ def test_texts_are_ended_early_and_go_on_with_the_policy_that_was_pushed_meanwhi
     pipeline: Any = FiveWords()
     engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=2)
     whole: Any = engine.generate(text_request()).root_track()
-    plain = pipeline.encode
-
-    def encode(primitives: Any, params: Any) -> Any:
-        engine.abort()  # while the first two are written
-        return plain(primitives, params)
-
-    pipeline.encode = encode
-    begun = engine.generate(text_request())
-    pipeline.encode = plain
+    begun = ended_early(engine, pipeline)
     track: Any = begun.root_track()
     assert track.is_unfinished is not None and begun.num_unfinished == int(track.is_unfinished.sum()) > 0
     weight = torch.arange(5.0).view(5, 1)
@@ -240,6 +232,52 @@ def test_texts_are_ended_early_and_go_on_with_the_policy_that_was_pushed_meanwhi
     assert versions == [[0] * old + [4] * (len(own) - old) for old, own in zip(kept, versions, strict=True)]
     assert resumed.policy_versions.tolist() == [0] * 5
     assert resumed.last_versions.tolist() == [4 if left else 0 for left in track.is_unfinished.tolist()]
+
+
+def ended_early(engine, pipeline, **changes):
+    """What `generate` gives whose first batch was ended after its first token."""
+    plain = pipeline.encode
+
+    def encode(primitives: Any, params: Any) -> Any:
+        engine.abort()
+        return plain(primitives, params)
+
+    pipeline.encode = encode
+    begun = engine.generate(text_request().replace(**changes))
+    pipeline.encode = plain
+    return begun
+
+
+@pytest.mark.parametrize("lost", [None, "sleep", "another"])
+def test_texts_go_on_in_place_unless_what_was_kept_is_lost_and_both_is_counted(lost):
+    bundle: Any = SimpleNamespace(trainable_modules=lambda: {"model": nn.Linear(1, 5, bias=False)})
+    pipeline: Any = FiveWords()
+    engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=5, keeps_cache=True)
+    begun = ended_early(engine, pipeline)
+    left = begun.root_track().is_unfinished
+    assert left is not None and 0 < int(left.sum())
+    if lost == "sleep":
+        engine.sleep()
+        engine.wake_up()
+    elif lost == "another":
+        ended_early(engine, pipeline, rollout_id=101)
+    engine.generate(text_request().replace(rollout_id=102))  # as the canary of a push
+    resumed = engine.generate(text_request(), None, begun).root_track()
+    assert resumed.is_unfinished is None
+    expected = {"continued_in_place": left.float(), "continued_by_prefill": torch.zeros(5)}
+    if lost is not None:
+        expected = dict(zip(expected, reversed(list(expected.values())), strict=True))
+    assert {name: counts.tolist() for name, counts in resumed.counts.items()} == {
+        name: counts.tolist() for name, counts in expected.items()
+    }
+
+
+def test_a_replica_that_keeps_nothing_counts_nothing():
+    bundle: Any = SimpleNamespace(trainable_modules=lambda: {"model": nn.Linear(1, 5, bias=False)})
+    pipeline: Any = FiveWords()
+    engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=5)
+    begun = ended_early(engine, pipeline)
+    assert begun.num_unfinished and not engine.generate(text_request(), None, begun).root_track().counts
 
 
 def test_the_parameters_of_a_plan_are_the_pipelines():

@@ -43,7 +43,7 @@ class FiveWords:
         rows = [torch.tensor([len(text)]) for text in primitives["text"].texts]
         return {"prompt": PromptCondition.pack(tokens=rows)}
 
-    def generate(self, conditions, params, *, noise_keys, any_rank=None, num_begun=None, is_ending=None):
+    def generate(self, conditions, params, *, noise_keys, any_rank=None, num_begun=None, is_ending=None, kept=None):
         begun = [0] * len(noise_keys) if num_begun is None else num_begun
         assert self.is_evaluating
         self.batches.append(list(noise_keys))
@@ -60,6 +60,12 @@ class FiveWords:
             last = first + self.tokens_before_end if is_ending is not None and is_ending() else len(tokens[row])
             ends[row] = SegmentStatus.ABORTED if last < len(tokens[row]) else ends[row]
             tokens[row] = tokens[row][first:last]
+        if kept is not None:
+            written = torch.tensor([first + len(row) for first, row in zip(begun, tokens, strict=True)])
+            left = [row for row, end in enumerate(ends) if end == SegmentStatus.ABORTED]
+            kept.take(noise_keys, [torch.tensor(num) for num in begun])
+            if left:
+                kept.keep("decoder", [noise_keys[row] for row in left], list(written[left]))
         return TextSegment.pack(
             tokens=tokens, log_probs=[logp[row] for row in tokens], status=torch.tensor(ends), params=params
         )

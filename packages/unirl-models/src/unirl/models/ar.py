@@ -94,12 +94,23 @@ class Decoder:
         """
         if 2 * int(is_alive.sum()) <= len(self.rows) and len(self.rows) > 1:
             kept = is_alive.nonzero().flatten() if bool(is_alive.any()) else torch.zeros_like(self.rows[:1])
-            self.cache.batch_select_indices(kept)
-            self.rows, tokens, self._mask = self.rows[kept], tokens[kept], self._mask[kept]
+            self._leave(kept)
+            tokens = tokens[kept]
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         positions = self._new_positions[..., self.rows, self._step : self._step + 1]
         self._step += 1
         return self._forward(tokens[:, None], positions)
+
+    def narrow(self, is_alive: Tensor) -> None:
+        """Keep only these of `rows`, at least one, which are then the samples of the decoder, numbered anew."""
+        self._leave(is_alive.nonzero().flatten())
+        self._new_positions = self._new_positions[..., self.rows, :]
+        self.rows = torch.arange(len(self.rows), device=self.rows.device)
+
+    def _leave(self, kept: Tensor) -> None:
+        """Take all but these places of `rows` out of the cache."""
+        self.cache.batch_select_indices(kept)
+        self.rows, self._mask = self.rows[kept], self._mask[kept]
 
     def _forward(self, ids: Tensor, positions: Tensor, **inputs: Tensor) -> Tensor:
         out = self._adapter.bundle.model(

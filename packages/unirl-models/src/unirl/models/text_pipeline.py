@@ -24,6 +24,7 @@ from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.token_sampling import draw, placed, uniforms
 from unirl.types.conditions import Bridge, Condition, Conversation, PromptCondition
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.kept_texts import KeptTexts
 from unirl.types.media import Primitive, Texts
 from unirl.types.messages import Message
 from unirl.types.protocols.models import Conditions
@@ -130,6 +131,7 @@ class AutoregressivePipeline:
         any_rank: Callable[[bool], bool] | None = None,
         num_begun: Sequence[int] | None = None,
         is_ending: Callable[[], bool] = _never,
+        kept: KeptTexts | None = None,
     ) -> TextSegment:
         """Completions of B prompts, see the protocol. Call inside `evaluating()`.
 
@@ -149,19 +151,21 @@ class AutoregressivePipeline:
         stops = torch.tensor(self.adapter.stop_token_ids(params), dtype=torch.long, device=device)
         draws = placed(uniforms(noise_keys, params.seed, params.max_new_tokens), device)
         begun_B = torch.tensor(begun, dtype=torch.long, device=device)
-        decoder = self.decoder(conditions, prompts, params.max_new_tokens)
+        resumed = None if kept is None else kept.take(noise_keys, prompts)
+        decoder = self.decoder(conditions, prompts, params.max_new_tokens) if resumed is None else resumed
+        rows, chosen = decoder.rows, torch.stack([prompt[-1] for prompt in prompts])
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
         log_probs = torch.zeros(len(prompts), params.max_new_tokens, device=device)
         is_drawn: Tensor | None = None
         lengths = torch.zeros(len(prompts), dtype=torch.long, device=device)
         is_stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        is_done = is_stopped
-        logits = torch.empty(0) if is_ending() else decoder.start()
+        is_done, is_begun = is_stopped, resumed is not None
         for step in range(params.max_new_tokens):
             if is_ending():
                 break
-            rows = decoder.rows
+            logits = decoder.step(chosen, ~is_done[rows]) if is_begun else decoder.start()
+            is_begun, rows = True, decoder.rows
             places = (begun_B[rows] + step).clamp(max=params.max_new_tokens - 1)  # rows that are done go on for nothing
             chosen, logp = draw(logits, draws[rows, places], params)
             forced = self.adapter.forced(tokens[rows, :step], logits)
@@ -179,8 +183,12 @@ class AutoregressivePipeline:
             has_work = not bool(is_done.all())
             if step + 1 == params.max_new_tokens or not (any_rank(has_work) if any_rank else has_work):
                 break
-            logits = decoder.step(chosen, ~is_done[rows])
 
+        if kept is not None and is_begun and not bool(is_done.all()):
+            decoder.narrow(~is_done[rows])
+            left, counts = (~is_done).nonzero().flatten().tolist(), lengths.tolist()
+            written = [torch.cat([prompts[row], tokens[row, : counts[row]]]) for row in left]
+            kept.keep(decoder, [noise_keys[row] for row in left], written)
         status = torch.where(is_stopped, int(SegmentStatus.COMPLETED), int(SegmentStatus.TRUNCATED))
         status[~is_done] = int(SegmentStatus.ABORTED)
         counts = lengths.tolist()

@@ -109,7 +109,7 @@ _ENGINE = Component(
     kind="unirl.rollout.engine.base.BaseRolloutEngine",
     inner_kinds={"environment": "unirl.rollout.environments.vector.VectorEnvironment"},
     injected=frozenset({"pipeline", "policies"}),
-    if_taken=frozenset({"device", "rank", "bundle"}),
+    if_taken=frozenset({"device", "rank", "bundle", "keeps_cache"}),
     own_keys=frozenset({"policy", "pool"}),
 )
 _STAGE_ENGINE = dataclasses.replace(_ENGINE, injected=_ENGINE.injected | {"track"}, own_keys=frozenset())
@@ -295,9 +295,10 @@ class Schedule:
     requests_at_once: PositiveInt | None = None
     """Requests that engines of served pools have at most, so that members which are done with one begin the next; None:
     all that `max_staleness` allows. Other engines take one."""
-    on_push: Literal["finish", "retract"] = "finish"
+    on_push: Literal["finish", "retract", "in_place"] = "finish"
     """What becomes of texts that are being written when new weights are ready. finish: the push waits for them.
-    retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again."""
+    retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again.
+    in_place: as retract, but the engine keeps the keys and values of the old weights, and nothing is read again."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""
     experience: ExperienceReplay | None = None

@@ -16,6 +16,7 @@ from unirl.models.token_sampling import draw
 from unirl.rehearsal.repeats import Repeats, replaced
 from unirl.types.conditions import PromptCondition
 from unirl.types.devices import wide_float
+from unirl.types.kept_texts import KeptTexts
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -44,8 +45,10 @@ def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[
         any_rank: Callable[[bool], bool] | None = None,
         num_begun: Sequence[int] | None = None,
         is_ending: Callable[[], bool] | None = None,
+        kept: KeptTexts | None = None,
     ) -> TextSegment:
-        del noise_keys, any_rank, num_begun, is_ending  # nothing is drawn or ended early, and all ranks end together
+        del noise_keys, any_rank, num_begun, is_ending, kept
+        # Nothing is drawn or ended early, and all ranks end together.
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         num, num_tokens = len(prompts), params.max_new_tokens
         pipeline.adapter.check_context([len(prompt) for prompt in prompts], num_tokens)

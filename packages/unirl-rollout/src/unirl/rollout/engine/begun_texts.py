@@ -1,12 +1,13 @@
 """Texts that an engine was told to end early (`abort`) and continues with a later policy.
 
-The tokens that are there become a part of the prompt, whose keys and values are computed anew with the present weights.
+The tokens that are there become a part of the prompt, whose keys and values are computed anew with the present weights,
+unless the engine has kept those of the former ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -16,6 +17,9 @@ from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.segments import SegmentStatus, TextSegment
+
+IN_PLACE, BY_PREFILL = "continued_in_place", "continued_by_prefill"
+"""Counts of engines that keep keys and values (`RolloutTrack.counts`)."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class BegunTexts:
     """Samples that are still to be finished."""
     tokens: list[Tensor]
     """What each of `rows` has, int64."""
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] float32 each, what the earlier calls counted."""
 
     @classmethod
     def of(cls, req: RolloutReq, media_tokens: Collection[int]) -> Self:
@@ -53,7 +59,7 @@ class BegunTexts:
         if anew := [row for row in rows if not set(media_tokens).isdisjoint(own[row].tolist())]:
             segment, versions = _without(segment.replace(versions=versions), anew)
             own = segment.unpack("tokens")
-        return cls(segment, versions, rows, [own[row] for row in rows])
+        return cls(segment, versions, rows, [own[row] for row in rows], track.counts)
 
     @property
     def lengths(self) -> list[int]:
@@ -86,6 +92,15 @@ class BegunTexts:
                 own[row] = torch.cat([own[row], added[name][new].to(own[row].device)])
             status[row] = SegmentStatus.COMPLETED if more is None or more.status is None else more.status[new]
         return TextSegment.pack(**kept, status=status, params=self.segment.params)
+
+    def continued(self, num_samples: int, in_place: Collection[int]) -> dict[str, Tensor]:
+        """How often each sample of the request went on with kept keys and values, and how often by another prefill,
+        [N] float32 each, with the earlier calls. in_place: samples that this call continues with kept ones."""
+        found = {name: torch.zeros(num_samples) for name in (IN_PLACE, BY_PREFILL)}
+        for row, num in zip(self.rows, self.lengths, strict=True):
+            if num:
+                found[IN_PLACE if row in in_place else BY_PREFILL][row] = 1
+        return {name: own + self.counts.get(name, torch.zeros(num_samples)) for name, own in found.items()}
 
     @property
     def segment_versions(self) -> list[Tensor]:

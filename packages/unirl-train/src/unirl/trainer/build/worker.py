@@ -266,6 +266,7 @@ def _build_engine(run: ComposedRun, stage: Stage, models: dict[str, BuiltModel],
         "pipeline": own.pipelines[name],
         "device": context.device,
         "rank": context.rank,
+        "keeps_cache": run.file.schedule.on_push == "in_place",
     }
     if run.is_staged:
         return build_part(part, components(StageSections)["engine"], {**offered, "track": stage.track})

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from unirl.algorithms.advantage_presets import PRESETS
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
-from unirl.config.schema import Schedule
+from unirl.config.schema import DEFAULT_POLICY, Schedule
 from unirl.trainer.loops.order import order_of
 from unirl.types.errors import ConfigError
-from unirl.types.recipe import Machine, Messages, Part
+from unirl.types.recipe import Machine, Messages, Part, Stage
 
 ADVANTAGES = "unirl.algorithms.advantages.AdvantageConfig"
 LOOP = "unirl.trainer.base.Trainer"
@@ -167,6 +167,29 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
         what = f"{stage.engine.name} does"
     if what is not None:
         yield f"{said}, but {what} not continue what was ended early. Set on_push: finish."
+    elif schedule.on_push == "in_place":
+        yield from _keeps_cache(run, stage)
+
+
+def _keeps_cache(run: ComposedRun, stage: Stage) -> Messages:
+    """The engine keeps keys and values, and gets what it has kept back, with the next weights of the same policy."""
+    said, instead = "schedule.on_push = in_place keeps keys and values", "Set on_push: retract."
+    if "keeps_cache" not in stage.engine.keywords:
+        yield f"{said}, which {stage.engine.name} drops when a text is ended early. {instead}"
+    if stage.turns is not None:
+        yield f"{said} of single texts, and {stage.turns.at} takes turns with an environment. {instead}"
+    if (stage.engine.number("num_instances") or 1) > 1:
+        yield (
+            f"{said}, and {stage.engine.at}.num_instances = {stage.engine.get('num_instances')} lets another instance "
+            "continue a text. Put engines of one instance in a served pool (pools.<name>.served: true), or set "
+            "on_push: retract."
+        )
+    copy = None if run.evaluation is None else run.evaluation.node.get("policy")
+    if copy not in (None, DEFAULT_POLICY):
+        yield (
+            f"{said}, and eval.policy = {copy} has the engine take other weights while texts are kept. Remove "
+            f"eval.policy, or {instead.lower()}"
+        )
 
 
 def what_is_too_old_can_be(run: ComposedRun) -> Messages:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unirl.types.actions import ActionSegment, DrawnChunks, Observations
 from unirl.types.conditions import Bridge, Condition, Conversation
+from unirl.types.kept_texts import KeptTexts
 from unirl.types.media import Images, Primitive, Texts, Videos
 from unirl.types.messages import Message
 from unirl.types.sampling import ActionSamplingParams, ARSamplingParams, DiffusionSamplingParams
@@ -317,12 +318,15 @@ class ResumingPipeline(AutoregressivePipeline, Protocol):
         any_rank: Callable[[bool], bool] | None = None,
         num_begun: Sequence[int] | None = None,
         is_ending: Callable[[], bool] = ...,
+        kept: KeptTexts | None = None,
     ) -> TextSegment:
         """See `AutoregressivePipeline.generate`.
 
         num_begun [B]: tokens of each completion that its prompt ends with; None: none. They count in max_new_tokens,
         and the segment has those that follow.
         is_ending: asked before each token; once it is true, what there is is returned, unfinished samples ABORTED.
+        kept: takes the keys and values of those. Samples that it holds go on from there, with the present weights, and
+            without a prefill. None: all are read anew.
         """
         ...
 

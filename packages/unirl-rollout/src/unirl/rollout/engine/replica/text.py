@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+from torch import Tensor
 
 from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.replica.base import PushedSampling
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine, noise_keys
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
+from unirl.types.kept_texts import KeptTexts
 from unirl.types.protocols.models import ModelBundle, ResumingPipeline
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -22,11 +26,15 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
     """Samples completions with a copy of the pipeline. Arguments: see `ReplicaRolloutEngine`.
 
     `abort` ends them after the present token. What was begun is continued with the draws that it would have had.
+    keeps_cache: what `abort` ended keeps its keys and values, and goes on with the present weights without another
+        prefill. One batch of `forward_batch_size` samples is kept, the last; others are read anew.
     """
 
     can_abort: ClassVar[bool] = True
     can_resume: ClassVar[bool] = True
     _is_ending = False
+    _continued: Mapping[str, Tensor] = {}
+    """Counts of the present chunk."""
 
     def __init__(
         self,
@@ -40,11 +48,13 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         rank: int = 0,
         dump_dir: str | None = None,
         track: str = "text",
+        keeps_cache: bool = False,
     ) -> None:
         super().__init__(
             pipeline, None, forward_batch_size=forward_batch_size, rank=rank, dump_dir=dump_dir, track=track
         )
         self._resuming = pipeline
+        self._kept = KeptTexts() if keeps_cache else None
         self._own(bundle, dtype, device, policies)
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
@@ -58,17 +68,35 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         """End the `generate` that runs in another thread, see `BaseRolloutEngine`."""
         self._is_ending = True
 
+    @distributed(Dispatch.BROADCAST, Collect.FIRST)
+    def sleep(self) -> None:
+        """Move the weights to host memory, and free what was kept of texts."""
+        if self._kept is not None:
+            self._kept.forget()
+        super().sleep()
+
+    def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
+        resp = super()._generate_chunk(req)
+        if self._kept is not None:
+            track = resp.root_track()
+            track.counts = {**track.counts, **self._continued}
+        return resp
+
     def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
         begun, more = BegunTexts.of(req, self._pipeline.media_tokens), None
+        self._continued = begun.continued(req.batch_size, ())
         if begun.rows:
-            own, keys = begun.prompts(conditions), noise_keys(req)
+            own, keys = begun.prompts(conditions), [noise_keys(req)[row] for row in begun.rows]
             more = self._resuming.generate(
                 own,
                 params,
-                noise_keys=[keys[row] for row in begun.rows],
+                noise_keys=keys,
                 num_begun=begun.lengths if begun.segment is not None else None,
                 is_ending=lambda: self._is_ending,
+                kept=self._kept,
             )
+            if self._kept is not None and self._kept.was_held:
+                self._continued = begun.continued(req.batch_size, begun.rows)
             if begun.segment is None:  # the pipeline may have added what replays need
                 conditions.update(own)
         return begun.whole(more, self._version())
