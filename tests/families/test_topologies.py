@@ -18,6 +18,7 @@ import torch
 from family_steps import kit
 from topology_steps import (
     CASES,
+    CUT_TEXTS,
     EXPERT_TEXTS,
     NUM_EXPERTS,
     SHARED_TEXTS,
@@ -43,7 +44,11 @@ ranks_of_train: Any = importlib.import_module("ranks")
 SPREAD = sorted(name for name, family in kit.families().items() if family.bundle.token_plan is not None)
 FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 """Joint attention with masked texts and without, and attention to a text that stays whole."""
-USUAL = {*((name, "sp2") for name in (*FIRST, "qwen3")), ("qwen3_moe", "ep2"), ("qwen3_moe", "dp2-ep2")}
+USUAL = {
+    *((name, "sp2") for name in (*FIRST, "qwen3")),
+    *(("qwen3_moe", case) for case in ("ep2", "dp2-ep2")),
+    *(("qwen3", case) for case in ("tp2", "dp2-tp2")),
+}
 
 
 FOUR_HEADS = ["sd3", "sd3_controlnet", *SHARED_TEXTS]
@@ -53,6 +58,8 @@ FOUR_HEADS = ["sd3", "sd3_controlnet", *SHARED_TEXTS]
 def names_of(case: str, names: list[str]) -> list[str]:
     """Those that the case is for."""
     topology = CASES[case].topology
+    if topology.tp > 1:
+        return [name for name in names if name in CUT_TEXTS]
     if topology.ep > 1:
         return [name for name in names if name in EXPERT_TEXTS and (topology.sp == 1 or name in SHARED_TEXTS)]
     return [name for name in names if name in (*SPREAD, *SHARED_TEXTS) and (topology.sp == 2 or name in FOUR_HEADS)]
@@ -144,9 +151,14 @@ def of_kind(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor
     return {key: value for key, value in state.items() if key.startswith("optimizer/") and key.endswith(kind)}
 
 
+def beginning(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if key.startswith(prefix)}
+
+
 @pytest.mark.parametrize(("name", "case"), rows(list(CASES)))
 def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs) -> None:
-    lora, has_shards = CASES[case].lora, CASES[case].world_size > CASES[case].topology.sp
+    topology, lora = CASES[case].topology, CASES[case].lora
+    has_shards = CASES[case].world_size > topology.sp * topology.tp
     one = runs.one(name, lora)
     ranks = [rank["float32"][name] for rank in runs.of(case)]
     for rank in ranks:
@@ -157,6 +169,8 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         assert rank["state"].keys() == one["state"].keys()
         for kind in ("exp_avg", "exp_avg_sq"):
             assert_close(of_kind(rank["state"], kind), of_kind(one["state"], kind), 1e-5)
+        for prefix in ("parameters/", "ema/"):
+            assert_close(beginning(rank["state"], prefix), beginning(one["state"], prefix), 1e-5)
         assert_close(rank["weights"], one["weights"], 1e-5)
         assert rank["metrics"].keys() == one["metrics"].keys()
         for key, value in one["metrics"].items():
@@ -170,10 +184,11 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
         assert all(torch.equal(value, ranks[0]["state"][key]) for key, value in rank["state"].items())
         assert rank["bytes"] > 0
         assert rank["copied"]
-        parts = len(ranks) // CASES[case].topology.dp_replicate
+        parts = len(ranks) // topology.dp_replicate
         assert {key: parts * kept for key, kept in rank["kept"].items()} == one["kept"]
-        # FSDP gathers this rank's experts alone.
-        assert {key: CASES[case].topology.ep * num for key, num in rank["gathered"].items()} == one["gathered"]
+        # FSDP gathers this rank's experts, or its part of a layer, alone.
+        parts_of = {True: topology.ep, False: topology.tp}
+        assert {key: parts_of[".experts" in key] * num for key, num in rank["gathered"].items()} == one["gathered"]
     loaded = resumed(name, runs.folders, runs.out / case / name, lora=lora)
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
 
@@ -225,6 +240,34 @@ def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_f
         assert sent == expected
 
 
+CUT = [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.matrix) for name in CUT_TEXTS]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_cut_layers_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
+    one = shared_doubles_of(name, runs.folders)
+    for rank in runs.of("tp2"):
+        assert_close(rank["float64"][name], one, 1e-10)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_rank_sums_hidden_states_of_each_layer_and_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
+    for rank in runs.of("tp2"):
+        summed, expected = rank["bytes"][name]
+        assert summed == expected > 0
+
+
+def test_layers_that_cannot_be_divided_are_refused_on_all_ranks(runs: Runs) -> None:
+    for rank in runs.of("tp2"):
+        assert "(topology.tp = 2) hold different tokens of the track text" in rank["texts_differ"]
+        refused = rank["refused"]
+        assert refused["divide"] == (
+            "topology.tp = 4 does not divide the 2 heads of keys and values of qwen3. Set it to one of [1, 2]."
+        )
+        assert "topology.tp = 2: the layers of Qwen3MoeBundle cannot be divided among ranks" in refused["experts"]
+        assert "topology.tp = 2 is not proven with fsdp.compile = True. Remove one of them." in refused["options"]
+
+
 EXPERTS = [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.matrix) for name in EXPERT_TEXTS]
 
 
@@ -267,9 +310,10 @@ def test_images_by_spread_experts_are_those_of_one_process(runs: Runs) -> None:
         assert_close(found["gradients"], one["gradients"], 1e-5)
 
 
-def test_a_checkpoint_of_spread_experts_resumes_where_they_are_not_and_back(runs: Runs) -> None:
-    for rank in runs.of("ep2"):
-        saved = rank["float32"]["qwen3_moe"]["state"]
+@pytest.mark.parametrize(("case", "name"), [("ep2", "qwen3_moe"), ("tp2", "qwen3")])
+def test_a_checkpoint_of_divided_weights_resumes_where_they_are_not_and_back(case: str, name: str, runs: Runs) -> None:
+    for rank in runs.of(case):
+        saved = rank["float32"][name]["state"]
         for loaded in rank["resharded"]:
             assert all(torch.equal(value, loaded[key]) for key, value in saved.items() if key != "counters")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,11 @@ from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fsdp import FSDPBackend
+from unirl.train.backend.layer_exchange import SumExchange
 from unirl.train.backend.ulysses import UlyssesExchange
-from unirl.train.backend.wrap import cut_experts
+from unirl.train.backend.wrap import cut_experts, cut_linears
 from unirl.train.checkpoint.checkpointer import Checkpointer
-from unirl.train.configs import FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
+from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConfig, TrainTopology
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
@@ -78,6 +80,8 @@ tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text"
 tiny_hunyuan_image3: Any = importlib.import_module("packages.unirl-models.tests.tiny_hunyuan_image3")
 
 NUM_EXPERTS = 8
+DIVIDED = re.compile(r"\.(experts|[qkvo]_proj|gate_proj|up_proj|down_proj)\.(?!lora)")
+"""What ranks have together in some topology."""
 
 
 def _with_experts(config: Any) -> Any:
@@ -112,13 +116,21 @@ TEXTS = {
         HunyuanImage3TextPipeline,
     ),
     "qwen3": TextFamily(
-        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(), folder), Qwen3Bundle, Qwen3Pipeline, ("sp",)
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(), folder), Qwen3Bundle, Qwen3Pipeline, ("sp", "tp")
     ),
     "qwen2": TextFamily(
         lambda folder: tiny_text.save_text_model(tiny_text.qwen2(), folder), CausalLMBundle, ChatPipeline, ("sp",)
     ),
+    "qwen2_two_keys": TextFamily(
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen2(num_key_value_heads=2), folder),
+        CausalLMBundle,
+        ChatPipeline,
+        ("tp",),
+    ),
 }
-EXPERT_TEXTS, SHARED_TEXTS = ([n for n, family in TEXTS.items() if axis in family.axes] for axis in ("ep", "sp"))
+EXPERT_TEXTS, SHARED_TEXTS, CUT_TEXTS = (
+    [n for n, family in TEXTS.items() if axis in family.axes] for axis in ("ep", "sp", "tp")
+)
 
 
 def folder_of(name: str, folder: Path) -> Path:
@@ -143,7 +155,13 @@ def backend_of(
     pipeline = pipeline_of(name, folder)
     torch.manual_seed(0)  # of the adapters
     backend = NotingBackend(
-        pipeline.bundle, optimizer=OPTIMIZER, device="cpu", topology=topology, fsdp=FSDPConfig(**fsdp), lora=lora
+        pipeline.bundle,
+        optimizer=OPTIMIZER,
+        device="cpu",
+        topology=topology,
+        fsdp=FSDPConfig(**fsdp),
+        lora=lora,
+        ema=EMAConfig(decay=0.5, warmup=False),
     )
     return pipeline, backend
 
@@ -156,7 +174,7 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
     pipeline, backend = backend_of(name, folder, topology, **options)
     gathered: dict[str, int] = {}
     for path, module in pipeline.bundle.trained_module.named_modules() if name in TEXTS else ():
-        if path.endswith(".experts"):
+        if DIVIDED.search(f"{path}.") and any(True for _ in module.parameters(recurse=False)):
             module.register_forward_pre_hook(partial(_note_weights, gathered, path))
     # All ranks sample all, with the model that is spread over them.
     key = "text" if name in TEXTS else "image"
@@ -186,10 +204,16 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
         "weights": weights,
         "shards": _pushed_shards(backend),
         "copied": name not in TEXTS or _reach_a_copy(name, folder, weights, backend),
-        "bytes": sum(each.bytes_sent for each in (backend.token_exchange, backend.expert_exchange) if each is not None),
-        "kept": {key: _numel(tensor) for key, tensor in backend.parameters.items() if ".experts." in key},
+        "bytes": _bytes_exchanged(backend),
+        "kept": {key: _numel(tensor) for key, tensor in backend.parameters.items() if DIVIDED.search(key)},
         "gathered": gathered,
     }
+
+
+def _bytes_exchanged(backend: FSDPBackend) -> int:
+    if backend.layer_exchange is not None:
+        return backend.layer_exchange.bytes_reduced
+    return sum(each.bytes_sent for each in (backend.token_exchange, backend.expert_exchange) if each is not None)
 
 
 def _reach_a_copy(name: str, folder: Path, weights: Mapping[str, Tensor], backend: FSDPBackend) -> bool:
@@ -216,6 +240,14 @@ def _pushed_shards(backend: FSDPBackend) -> list[tuple[str, int, Tensor]]:
         assert len(shard.rows) == stop - start
         found.append((shard.name, start, shard.rows.clone()))
     return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(each.is_shard() for each in tensor.placements)
 
 
 def _numel(tensor: Tensor) -> int:
@@ -384,6 +416,21 @@ class NotingRows(RowExchange):
         return super().to_experts(rows, to_each, of_each)
 
 
+class NotingSums(SumExchange):
+    """Notes the bytes that a rank should give to sums."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.expected_bytes = 0
+
+    def expect(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Attention and MLP of each layer, forwards and backwards, and gradients of norms of heads where there are."""
+        config = model.config
+        norms = 2 * model.model.layers[0].self_attn.head_dim if config.model_type == "qwen3" else 0
+        states = 2 * 2 * kwargs["input_ids"].numel() * config.hidden_size
+        self.expected_bytes += 8 * config.num_hidden_layers * (states + norms)
+
+
 def _in_doubles(bundle: Any) -> nn.Module:
     """What trains of a bundle that defers its weights, with them."""
     files = bundle.stored_weights()[bundle.component]
@@ -401,11 +448,19 @@ TEXT_LENGTHS = {"many": (3, 5, 1, 4), "one": (1,)}
 """Tokens of completions: of a row that ranks share, and of one with fewer positions than ranks."""
 
 
-def shared_doubles_of(name: str, folder: Path, exchange: UlyssesExchange | None = None) -> dict[str, Tensor]:
-    """What replays find of texts, and gradients of a loss of it, the mean over ranks."""
+def shared_doubles_of(
+    name: str, folder: Path, exchange: UlyssesExchange | SumExchange | None = None
+) -> dict[str, Tensor]:
+    """What replays find of texts, and gradients of a loss of it, the mean over ranks.
+
+    exchange: of tokens, or of layers.
+    """
     pipeline = pipeline_of(name, folder)
     model, found = _in_doubles(pipeline.bundle), dict[str, Tensor]()
-    if exchange is not None:
+    if isinstance(exchange, NotingSums):
+        model.register_forward_pre_hook(exchange.expect, with_kwargs=True)
+        cut_linears(pipeline.bundle.cut_layers(exchange), init_device_mesh("cpu", (exchange.size,)))
+    elif exchange is not None:
         pipeline.bundle.spread_tokens(exchange)
     params = ARSamplingParams(temperature=0.9, max_new_tokens=6)
     for kind, lengths in TEXT_LENGTHS.items():
@@ -429,10 +484,11 @@ def shared_doubles_of(name: str, folder: Path, exchange: UlyssesExchange | None 
         found |= {f"{kind}.{key}": value.detach() for key, value in parts.items()}
         for key, parameter in model.named_parameters():
             assert parameter.grad is not None, key
-            if exchange is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= exchange.size
-            found[f"{kind}.{key}"] = parameter.grad
+            gradient = _local(parameter.grad)
+            if exchange is not None and not _is_cut(parameter.grad):
+                dist.all_reduce(gradient)
+                gradient /= exchange.size
+            found[f"{kind}.{key}"] = _whole(parameter.grad)
     return found
 
 
@@ -505,6 +561,14 @@ CASES = {
     "dp2-sp2": Case(4, TrainTopology(dp_shard=2, sp=2)),
     "hsdp2-sp2": Case(4, TrainTopology(dp_replicate=2, sp=2)),
     "sp4": Case(4, TrainTopology(sp=4)),
+    "tp2": Case(2, TrainTopology(tp=2)),
+    "tp2-recomputed": Case(2, TrainTopology(tp=2), (("activation_checkpointing", True),)),
+    "dp2-tp2": Case(4, TrainTopology(dp_shard=2, tp=2)),
+    "hsdp2-tp2": Case(4, TrainTopology(dp_replicate=2, tp=2)),
+    "tp2-lora": Case(2, TrainTopology(tp=2), lora=LoraConfig(rank=2, alpha=4.0)),
+    "dp2-tp2-lora": Case(
+        4, TrainTopology(tp=2), lora=LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "o_proj", "down_proj"))
+    ),
     "ep2": Case(2, TrainTopology(ep=2)),
     "ep2-recomputed": Case(2, TrainTopology(ep=2), (("activation_checkpointing", True),)),
     "dp2-ep2": Case(4, TrainTopology(ep=2)),
@@ -547,9 +611,9 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
-def text_refusal(name: str, folder: Path) -> str:
+def text_refusal(name: str, folder: Path, topology: TrainTopology) -> str:
     """What ranks are told whose texts differ."""
-    pipeline, backend = backend_of(name, folder, TrainTopology(sp=2))
+    pipeline, backend = backend_of(name, folder, topology)
     track = texts_of(pipeline, backend)
     assert isinstance(track.segment, TextSegment)
     if dist.get_rank() == 1:
@@ -593,6 +657,23 @@ def expert_images(folder: Path, topology: TrainTopology) -> dict[str, Any]:
     return {"latents": segment.clean_latents, "logp": segment.sde_logp, "gradients": backend.gradients}
 
 
+def layer_refusals(exchange: SumExchange, folder: Path) -> dict[str, str]:
+    """What ranks are told that do not divide the layers, or whose model or options are not proven."""
+    found = {}
+    exchange.size = 4
+    makers = {
+        "divide": lambda: pipeline_of("qwen3", folder).bundle.cut_layers(exchange),
+        "experts": lambda: backend_of("qwen3_moe", folder, TrainTopology(tp=2)),
+        "options": lambda: backend_of("qwen3", folder, TrainTopology(tp=2), compile=True),
+    }
+    for key, make in makers.items():
+        try:
+            make()
+        except ConfigError as error:
+            found[key] = str(error)
+    return found
+
+
 def expert_refusals(exchange: RowExchange, folder: Path) -> dict[str, str]:
     """What ranks are told that do not divide the experts, or whose model has none."""
     found = {}
@@ -627,7 +708,15 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
             found["attentions"][name] = exchange.attentions
             found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
         found |= refusals("sd3", folder)
-        found["texts_differ"] = text_refusal("qwen3", folder)
+        found["texts_differ"] = text_refusal("qwen3", folder, topology)
+    if case == "tp2":
+        found |= {"float64": {}, "bytes": {}}
+        for name in names:
+            exchange = NotingSums(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
+            found["float64"][name] = shared_doubles_of(name, folder, exchange)
+            found["bytes"][name] = (exchange.bytes_reduced, exchange.expected_bytes)
+        sums = SumExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
+        found["texts_differ"], found["refused"] = text_refusal("qwen3", folder, topology), layer_refusals(sums, folder)
     if case == "ep2":
         found |= {"float64": {}, "rows": {}, "bytes": {}}
         for name in names:
@@ -638,8 +727,10 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
         exchange = RowExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: as above
         found |= {"one_sided": one_sided(exchange), "refused": expert_refusals(exchange, folder)}
         found["images"] = expert_images(folder, topology)
+    if case in ("tp2", "ep2"):
+        name = names[0]
         found["resharded"] = [
-            resumed(names[0], folder, out / names[0], TrainTopology(), out / "shards"),
-            resumed(names[0], folder, out / "shards", topology),
+            resumed(name, folder, out / name, TrainTopology(), out / "shards"),
+            resumed(name, folder, out / "shards", topology),
         ]
     return found

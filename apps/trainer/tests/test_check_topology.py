@@ -72,6 +72,34 @@ def findings(name, *overrides):
             ],
             "backend.lora.target_modules ['mlp.experts'] are experts of Qwen3MoeBundle, whose weights are stacks",
         ),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "+backend.topology.sp=2"],
+            "backend.topology.tp = 2 with sp = 2: the two are not proven together. Set one of them to 1.",
+        ),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "+backend.topology.dp_shard=4"],
+            "dp_replicate * dp_shard * tp = 1 * 4 * 2 = 8, but there are 4 devices. Set dp_shard: 2, or -1.",
+        ),
+        (SHAPES, ["+backend.topology.tp=2"], "backend.topology.tp = 2: the layers of "),
+        (IMAGES, ["+backend.topology.tp=2"], "tp = 2: the layers of QwenVLBundle cannot be divided among ranks."),
+        (TEXTS, [EXPERTS, "+backend.topology.tp=2"], "the layers of Qwen3MoeBundle cannot be divided among ranks."),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "+backend.fsdp.compile=true"],
+            "backend.topology.tp = 2 is not proven with backend.fsdp.compile = True. Remove one of them.",
+        ),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "+backend.optimizer.states=8bit"],
+            "backend.topology.tp = 2 is not proven with backend.optimizer.states = 8bit. Remove one of them.",
+        ),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "batch_size=3", "sampling.samples_per_prompt=3"],
+            "3 * 3 = 9 is not divisible by the 2 groups of topology.tp = 2 devices. Change one of: batch_size, ",
+        ),
     ],
 )
 def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
@@ -83,6 +111,7 @@ def test_ranks_that_share_samples_need_no_more_of_a_recipe():
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2") == []
     assert findings(TEXTS, CLASS, "+backend.topology.sp=2") == []
     assert findings(TEXTS, CLASS, EXPERTS, "+backend.topology.sp=2", "+backend.topology.ep=2") == []
+    assert findings(TEXTS, CLASS, "+backend.topology.tp=2") == []
     # Five samples per device would not do; of two shards each has ten.
     few = ["batch_size=4", "sampling.samples_per_prompt=5", "stack.num_updates_per_batch=2"]
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2", *few) == []
@@ -111,6 +140,15 @@ def test_ranks_divide_the_heads_of_a_language_model_on_this_machine(tmp_path):
         f"backend.topology.sp = 4 neither divides the 6 heads of keys and values of {tmp_path}/config.json nor is "
     )
     assert any(message + "a multiple of them. Set it to one of [1, 2, 3, 6, 12]." in each for each in found), found
+
+
+def test_ranks_divide_the_layers_of_a_language_model_on_this_machine(tmp_path):
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    given = (TEXTS, CLASS, f"bundle.pretrained_model={tmp_path}")
+    assert findings(*given, "+backend.topology.tp=2") == []
+    message = f"topology.tp = 4 does not divide the 6 heads of keys and values of {tmp_path}/config.json. Set it to one"
+    assert any(f"{message} of [1, 2, 3, 6]." in each for each in findings(*given, "+backend.topology.tp=4"))
 
 
 def test_ranks_divide_the_experts_of_a_checkpoint_on_this_machine(tmp_path):

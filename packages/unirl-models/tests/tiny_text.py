@@ -50,9 +50,9 @@ def qwen3(*, seed: int = 0, **changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**values | changes))
 
 
-def qwen2() -> Any:
+def qwen2(**changes: Any) -> Any:
     """Qwen2.5, whose queries, keys and values have biases: two layers of width 64, four heads, one of keys."""
-    values: dict[str, Any] = {**_qwen3_values(0), "num_key_value_heads": 1}
+    values: dict[str, Any] = {**_qwen3_values(0), "num_key_value_heads": 1, **changes}
     del values["head_dim"]
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**values))
 

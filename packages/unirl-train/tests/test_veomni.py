@@ -15,6 +15,7 @@ from veomni_steps import CASES, steps_of_both
 
 from unirl.train.backend.veomni import VeOmniBackend, shard_by_veomni
 from unirl.train.backend.veomni_rules import VEOMNI_VERSION
+from unirl.train.backend.wrap import Divided
 from unirl.train.configs import FSDPConfig, TrainTopology
 from unirl.types.errors import ConfigError
 from unirl.types.training import OptimizerConfig
@@ -72,7 +73,7 @@ def test_the_gradient_norm_is_veomnis(number: int, ranks: list[dict]) -> None:
 @pytest.mark.parametrize("device", [pytest.param("meta", marks=with_veomni)])
 def test_a_device_that_veomni_would_not_take_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match="VeOmni takes the (cpu|cuda) of this machine, but device is meta"):
-        shard_by_veomni({}, {}, [], topology=TrainTopology(), config=FSDPConfig(), device=torch.device(device))
+        shard_by_veomni({}, {}, Divided(), topology=TrainTopology(), config=FSDPConfig(), device=torch.device(device))
 
 
 @pytest.mark.parametrize("version", ["0.1.11", "0.2.0"])

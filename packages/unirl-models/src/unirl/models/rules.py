@@ -46,7 +46,7 @@ def experts_divide(own: Part, run: Run) -> Messages:
 def heads_of_texts_divide(own: Part, run: Run) -> Messages:
     """Ranks that share texts divide the attention heads of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size, file = policy.ranks_per_sample, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    size, file = policy.ranks_of_tokens, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
     if size == 1 or not own.ability("spreads_tokens") or own.ability("index_file") != file.name:
         return
     try:
@@ -57,6 +57,23 @@ def heads_of_texts_divide(own: Part, run: Run) -> Messages:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return  # the model says so before its weights are read
+    if problem is not None:
+        yield problem
+
+
+def layers_divide(own: Part, run: Run) -> Messages:
+    """Ranks that have layers together divide the heads and the MLP of a checkpoint on this machine."""
+    policy = run.policy_of(own)
+    size, file = policy.ranks_of_layers, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    if size == 1 or not own.ability("cuts_layers"):
+        return
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+        key_heads = int(config.get("num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the model says so before its weights are read
+    problem = layers_problem(f"{policy.backend.at}.topology.tp", size, heads, key_heads, inner, str(file))
     if problem is not None:
         yield problem
 
@@ -87,6 +104,21 @@ def tokens_kept(at: str, name: str, because: str) -> str:
     return f"{at}: the tokens of {name} cannot be spread over ranks{because and ': '}{because}. Set it to 1."
 
 
+def layers_kept(at: str, name: str, because: str) -> str:
+    """The message for a model whose layers are not divided. because: may be empty."""
+    return f"{at}: the layers of {name} cannot be divided among ranks{because and ': '}{because}. Set it to 1."
+
+
+def layers_problem(at: str, size: int, num_heads: int, num_key_heads: int, inner: int, where: str) -> str | None:
+    """The message for ranks that do not divide a model's attention heads and the inner width of its MLP, or None."""
+    counts = {"attention heads": num_heads, "heads of keys and values": num_key_heads, "inner width of the MLP": inner}
+    for what, count in counts.items():
+        if count % size:
+            fitting = [each for each in range(1, num_key_heads + 1) if not any(n % each for n in counts.values())]
+            return f"{at} = {size} does not divide the {count} {what} of {where}. Set it to one of {fitting}."
+    return None
+
+
 def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where: str) -> str | None:
     """The message for ranks that do not divide a model's attention heads, or None. Ranks may share heads of keys."""
     if num_heads % size:
@@ -110,5 +142,5 @@ def sharing_problem(at: str, size: int, count: int, what: str, where: str) -> st
     return f"{at} = {size} does not divide the {count} {what} of {where}. Set it to one of {fitting}."
 
 
-RULES = (experts_divide, experts_have_no_adapters, heads_of_texts_divide)
+RULES = (experts_divide, experts_have_no_adapters, heads_of_texts_divide, layers_divide)
 MACHINE_RULES = (model_exists,)

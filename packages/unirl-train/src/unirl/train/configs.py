@@ -128,14 +128,15 @@ class EMAConfig:
 
 
 class Axes(NamedTuple):
-    """Sizes of the axes of a group of ranks. Of neighbouring ranks the sequence-parallel number runs fastest.
+    """Sizes of the axes of a group of ranks. Of neighbouring ranks those of one group of sp, or of tp, stand together.
 
-    The first three multiply to the number of ranks; `ep` divides the ranks of a copy of the model once more.
+    The first four multiply to the number of ranks; `ep` divides the ranks of a copy of the model once more.
     """
 
     dp_replicate: int
     dp_shard: int
     sp: int
+    tp: int = 1
     ep: int = 1
 
     @property
@@ -147,36 +148,40 @@ class Axes(NamedTuple):
 @bounded("topology")
 @dataclass(frozen=True)
 class TrainTopology:
-    """How the devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard` * `sp` devices; the
-    tokens of one shard of a batch are spread over `sp` devices, and every `ep` devices of a copy have its experts
-    together."""
+    """How the devices divide: `dp_replicate` copies of the model, each sharded over `dp_shard` * `sp` * `tp` devices;
+    the tokens of one shard of a batch are spread over `sp` devices, or its layers over `tp` devices, and every `ep`
+    devices of a copy have its experts together."""
 
     dp_replicate: PositiveInt = 1
     dp_shard: int = -1
     """-1: as many as there are devices for each copy."""
     sp: PositiveInt = 1
     """Ranks that work on the same samples, each on its part of their tokens (Ulysses sequence parallelism)."""
+    tp: PositiveInt = 1
+    """Ranks that compute the same samples, each with its part of the weights of attention and MLP."""
     ep: PositiveInt = 1
     """Neighbouring ranks of a copy of the model that have its experts together, each a part of them, which is sharded
     over the ranks of the copy that have the same part. Tokens go to the ranks of their experts."""
 
     def resolved(self, world_size: int) -> Axes:
         """The sizes on `world_size` devices. Raises ConfigError if they do not multiply to it."""
-        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, self.ep, world_size)
+        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, self.tp, self.ep, world_size)
         if problem is not None:
             raise ConfigError(f"topology.{problem}")
-        shard = world_size // (self.dp_replicate * self.sp) if self.dp_shard == -1 else self.dp_shard
-        return Axes(self.dp_replicate, shard, self.sp, self.ep)
+        shard = world_size // (self.dp_replicate * self.sp * self.tp) if self.dp_shard == -1 else self.dp_shard
+        return Axes(self.dp_replicate, shard, self.sp, self.tp, self.ep)
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
         """Where a rank stands. Raises ConfigError as `resolved` does."""
         axes = self.resolved(world_size)
-        dp_rank, sp_rank = divmod(rank, axes.sp)
+        dp_rank, sharing = divmod(rank, axes.sp * axes.tp)
         return MeshPlace(
             dp_rank=dp_rank,
             dp_size=axes.dp,
-            sp_rank=sp_rank,
+            sp_rank=sharing % axes.sp,
             sp_size=axes.sp,
+            tp_rank=sharing % axes.tp,
+            tp_size=axes.tp,
             ep_rank=rank % axes.ep,
             ep_size=axes.ep,
         )

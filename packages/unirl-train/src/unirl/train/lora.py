@@ -161,6 +161,16 @@ def plain_base_name(name: str) -> str | None:
     return None if name.endswith((_A, _B)) else name.replace(BASE_LAYER, ".")
 
 
+def is_first_factor(name: str) -> bool:
+    """True for the factor A of an adapter, which reads the layer's inputs."""
+    return name.endswith(_A)
+
+
+def is_second_factor(name: str) -> bool:
+    """True for the factor B of an adapter, which makes the layer's outputs."""
+    return name.endswith(_B)
+
+
 def lora_factor_names(base_name: str) -> tuple[str, str]:
     """Names of A and B next to the base weight "x.base_layer.weight"."""
     layer = base_name.removesuffix(f"{BASE_LAYER}weight")

@@ -31,7 +31,7 @@ from unirl.types.bounds import PositiveInt, PositiveOrInf, bounded
 from unirl.types.copies import Copies, merged_copies
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.training import TrainBackend
-from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.roles import Axis, Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, SizedLatents, TextSegment
 from unirl.types.weights import tensor_checksum
@@ -298,17 +298,20 @@ class TrainStack:
 
         Their tokens would be mixed. A collective where there are such ranks.
         """
-        if self._backend.mesh_place.sp_size == 1:
+        place = self._backend.mesh_place
+        if place.sp_size == place.tp_size == 1:
             return
+        axis: Axis = "tp" if place.tp_size > 1 else "sp"
         for name, track in tracks.items():
             for what, tensor in _compared(track.segment):
                 digest = float(int(tensor_checksum(tensor)[:8], 16))
                 both = torch.tensor([digest, -digest], dtype=torch.float64, device=self._backend.device)
-                largest, smallest = self._backend.collectives.all_reduce_max(both, "sp").tolist()
+                largest, smallest = self._backend.collectives.all_reduce_max(both, axis).tolist()
                 if largest != -smallest:
                     raise ContractError(
-                        f"ranks that share samples (topology.sp = {self._backend.mesh_place.sp_size}) hold different "
-                        f"{what} of the track {name}. Sample with the trainside engine, or an engine in its own pool."
+                        f"ranks that share samples (topology.{axis} = {max(place.sp_size, place.tp_size)}) hold "
+                        f"different {what} of the track {name}. Sample with the trainside engine, or an engine in its "
+                        "own pool."
                     )
 
     def _of_one_size(self, track: RolloutTrack, samples_per_unit: int) -> list[RolloutTrack]:

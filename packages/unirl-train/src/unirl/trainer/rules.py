@@ -10,7 +10,7 @@ from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import ENABLED
 from unirl.tracking.libraries import LIBRARIES, how_to_get, is_installed
-from unirl.train.backend.rules import topology_problem
+from unirl.train.backend.rules import layers_kept, topology_problem, unproven_with_layers
 from unirl.train.checkpoint.stores import MissingLibraryError, store_of
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET, Fault, Machine, Messages, Stage
@@ -26,13 +26,14 @@ def geometry_divides(run: ComposedRun) -> Messages:
     group = groups_of_run(run)[0]
     total, devices, key = prompts * repeats, len(group.devices), group.given.at
     over = key if key == "num_devices" else f"devices of {group.given.shown}"
-    shared = max(policy.ranks_per_sample for policy in run.policies.values())
+    sharing = max(run.policies.values(), key=lambda policy: policy.ranks_per_sample)
+    shared = sharing.ranks_per_sample
     if shared > 1:
         if devices % shared:
             return  # `topologies_fit` says so
         devices //= shared
-        over = f"the {devices} groups of topology.sp = {shared} devices"
-        key = f"{key}, topology.sp"
+        over = f"the {devices} groups of {sharing.sharing} devices"
+        key = f"{key}, {sharing.sharing.partition(' ')[0]}"
     product = f"batch_size * {per_prompt} = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
@@ -54,28 +55,27 @@ def geometry_divides(run: ComposedRun) -> Messages:
 
 def topologies_fit(run: ComposedRun) -> Messages:
     """The axes of every policy multiply to the devices that train, and all policies cut a batch alike."""
-    num_devices, sizes = len(groups_of_run(run)[0].devices), dict[str, int]()
+    num_devices, sizes = len(groups_of_run(run)[0].devices), dict[str, tuple[int, int]]()
     for policy in run.policies.values():
         at, topology = f"{policy.backend.at}.topology", policy.backend.inner.get("topology")
-        sizes[f"{at}.sp"] = policy.ranks_per_sample
+        sizes[policy.prefix] = policy.ranks_of_tokens, policy.ranks_of_layers
         if topology is None:
             if policy.backend.node.get("topology"):
                 yield f"{at} has no {TARGET}. Add {TARGET}: unirl.train.configs.TrainTopology."
             continue
-        axes = (topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp", "ep"))
+        axes = (topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp", "tp", "ep"))
         problem = topology_problem(*axes, num_devices)
         if problem is not None:
             yield f"{at}.{problem}"
     if len(set(sizes.values())) > 1:
-        shown = ", ".join(f"{at} = {size}" for at, size in sizes.items())
+        shown = ", ".join(f"{policy.backend.at}.{policy.sharing}" for policy in run.policies.values())
         yield f"{shown}: policies that train on the same ranks share samples alike. Set them to one number."
 
 
 def tokens_can_be_spread(run: ComposedRun) -> Messages:
-    """Ranks that share samples train a model whose tokens can be spread, and sample it themselves, with equal bits."""
-    train = groups_of_run(run)[0]
-    for policy in (each for each in run.policies.values() if each.ranks_per_sample > 1):
-        at = f"{policy.backend.at}.topology.sp = {policy.ranks_per_sample}"
+    """Ranks that each have a part of the tokens train a model whose tokens can be spread."""
+    for policy in (each for each in run.policies.values() if each.ranks_of_tokens > 1):
+        at = f"{policy.backend.at}.topology.sp = {policy.ranks_of_tokens}"
         if not policy.bundle.ability("spreads_tokens"):
             because = policy.bundle.ability("keeps_tokens_because")
             yield (
@@ -90,14 +90,33 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
                 f"{at} exchanges tokens inside blocks that {policy.backend.at}.fsdp.compile compiles. Set sp: 1, or "
                 "compile: false."
             )
-    if any(policy.ranks_per_sample > 1 for policy in run.policies.values()):
-        for stage in run.stages:
-            if stage.engine.ability("has_own_weights") and stage.at in train.holds:
-                yield (
-                    f"{stage.engine.at} samples with a copy of the model on every device that trains, where ranks that "
-                    "share samples (topology.sp) would each sample their own. Use the trainside engine, or give it its "
-                    "own pool."
-                )
+
+
+def shared_samples_are_sampled_alike(run: ComposedRun) -> Messages:
+    """Ranks that share samples sample them themselves, with equal bits, or get them from another pool."""
+    train = groups_of_run(run)[0]
+    sharing = next((policy for policy in run.policies.values() if policy.ranks_per_sample > 1), None)
+    for stage in run.stages if sharing is not None else ():
+        if sharing is not None and stage.engine.ability("has_own_weights") and stage.at in train.holds:
+            yield (
+                f"{stage.engine.at} samples with a copy of the model on every device that trains, where ranks that "
+                f"share samples ({sharing.sharing.partition(' ')[0]}) would each sample their own. Use the trainside "
+                "engine, or give it its own pool."
+            )
+
+
+def layers_can_be_divided(run: ComposedRun) -> Messages:
+    """Ranks that have layers together train a model whose layers can be divided, with options that are proven."""
+    for policy in (each for each in run.policies.values() if each.ranks_of_layers > 1):
+        backend = policy.backend
+        at = f"{backend.at}.topology.tp = {policy.ranks_of_layers}"
+        if not policy.bundle.ability("cuts_layers"):
+            yield layers_kept(at, policy.bundle.name)
+        for pipeline in policy.pipelines.values():
+            if pipeline.get("packed") is False:
+                yield f"{at} is proven with packed rows, and {pipeline.at}.packed: false pads them. Set it to null."
+        given = {section: backend.get(section) for section in ("fsdp", "optimizer", "lora")}
+        yield from unproven_with_layers(policy.ranks_of_layers, given, f"{backend.at}.")
 
 
 def experts_can_be_spread(run: ComposedRun) -> Messages:
@@ -232,6 +251,8 @@ RULES = (
     geometry_divides,
     topologies_fit,
     tokens_can_be_spread,
+    shared_samples_are_sampled_alike,
+    layers_can_be_divided,
     experts_can_be_spread,
     tracks_have_algorithms,
     one_policy_names_one,

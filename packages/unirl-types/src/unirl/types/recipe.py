@@ -121,8 +121,24 @@ class Policy:
 
     @property
     def ranks_per_sample(self) -> int:
-        """Ranks that work on the same samples: `backend.topology.sp`."""
+        """Ranks that work on the same samples: `backend.topology.sp` times `tp`."""
+        return self._axis("sp") * self._axis("tp")
+
+    @property
+    def ranks_of_tokens(self) -> int:
+        """Ranks that each have a part of the tokens of a sample: `backend.topology.sp`."""
         return self._axis("sp")
+
+    @property
+    def ranks_of_layers(self) -> int:
+        """Ranks that each have a part of the layers of the model: `backend.topology.tp`."""
+        return self._axis("tp")
+
+    @property
+    def sharing(self) -> str:
+        """The option by which ranks work on the same samples, with its value, as "topology.sp = 2"."""
+        axis = "tp" if self.ranks_of_layers > 1 else "sp"
+        return f"topology.{axis} = {self._axis(axis)}"
 
     @property
     def ranks_of_experts(self) -> int:

@@ -12,10 +12,10 @@ from unirl.types.errors import ContractError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
-Axis = Literal["dp", "sp", "ep", "all"]
+Axis = Literal["dp", "sp", "tp", "ep", "all"]
 """Ranks that tell each other something: "dp" those with the same part of different samples, "sp" those with parts of
-the same samples, "ep" those that have the experts of a model together, "all" every rank that has a shard of the
-model."""
+the same samples, "tp" those with parts of the layers that compute the same samples, "ep" those that have the experts of
+a model together, "all" every rank that has a shard of the model."""
 
 
 class Dispatch(Enum):

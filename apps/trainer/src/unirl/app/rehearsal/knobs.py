@@ -137,14 +137,14 @@ def _reshard(run: ComposedRun, fraction: float) -> Iterator[Changes]:
 
 
 def _share_tokens(run: ComposedRun, fraction: float) -> Iterator[Changes]:
-    if fraction > 1 or run.num_devices == 1:
+    if fraction > 1 or run.num_devices == 1 or any(policy.ranks_of_layers > 1 for policy in run.policies.values()):
         return
     changes: list[str] = []
     for policy in run.policies.values():
         at = f"{policy.backend.at}.topology"
         if not policy.backend.get("topology"):
             changes.append(f"{at}._target_=unirl.train.configs.TrainTopology")
-        changes.append(f"{at}.sp={2 * policy.ranks_per_sample}")
+        changes.append(f"{at}.sp={2 * policy.ranks_of_tokens}")
     yield tuple(changes)
 
 

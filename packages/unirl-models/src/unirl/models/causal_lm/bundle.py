@@ -20,12 +20,13 @@ from unirl.models.causal_lm.construction import from_configuration, without_weig
 from unirl.models.causal_lm.converted import ConvertedState, NotInPartsError, converted_state
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.construction import TrueOnMeta
+from unirl.models.cut_layers import cut_blocks
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
 from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
-from unirl.models.rules import heads_problem, tokens_kept
+from unirl.models.rules import heads_problem, layers_kept, layers_problem, tokens_kept
 from unirl.models.spread_experts import published_experts, spread_stacked
 from unirl.models.stored import Source, TensorFiles, safetensors_files, without_values
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
@@ -33,7 +34,7 @@ from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import ExpertExchange, RecomputeContexts, TokenExchange
+from unirl.types.protocols.models import CutBlock, ExpertExchange, LayerExchange, RecomputeContexts, TokenExchange
 from unirl.types.weights import PublishedParts
 
 with from_extra("transformers"):
@@ -70,6 +71,7 @@ class CausalLMBundle(OneComponentBundle):
     task_type: ClassVar[str | None] = "CAUSAL_LM"
     index_file: ClassVar[str] = "config.json"
     spreads_tokens: ClassVar[bool] = True
+    cuts_layers: ClassVar[bool] = True
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
@@ -173,6 +175,27 @@ class CausalLMBundle(OneComponentBundle):
             raise ConfigError(problem)
         self.token_exchange = exchange
         return noop_context_fn
+
+    def cut_layers(self, exchange: LayerExchange) -> list[CutBlock]:
+        """From now on a rank computes with its heads and its part of the MLP, see `unirl.models.cut_layers`.
+
+        Raises ConfigError if the model has no plan for it, or the ranks do not divide it.
+        """
+        at, name = f"topology.tp = {exchange.size}", self.folder.path.name
+        if not self.cuts_layers:
+            raise ConfigError(layers_kept(at, type(self).__name__, ""))
+        config = self.model.config.get_text_config()
+        plan = getattr(config, "base_model_tp_plan", None) or {}
+        if not self.is_packable or not plan:
+            reason = "transformers has no plan for it" if self.is_packable else "its layers are not packed attention"
+            raise ConfigError(layers_kept(at, name, reason))
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        problem = layers_problem("topology.tp", exchange.size, heads, key_heads, config.intermediate_size, name)
+        if problem is not None:
+            raise ConfigError(problem)
+        blocks = [each for each in self.model.modules() if type(each).__name__ in self.block_class_names]
+        return cut_blocks(self.model, blocks, plan, name, exchange)
 
     def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:
         """From now on each token goes to the ranks of its experts. Returns the modules that hold the stacks.

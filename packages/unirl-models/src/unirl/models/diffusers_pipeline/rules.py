@@ -110,7 +110,7 @@ def spans_fit(own: Part, run: Run) -> Messages:
 def heads_divide(own: Part, run: Run) -> Messages:
     """Ranks that share samples divide the attention heads of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size = policy.ranks_per_sample
+    size = policy.ranks_of_tokens
     for component in ("transformer", "transformer_2"):
         file = Path(str(own.node.get("pretrained_model"))).expanduser() / component / "config.json"
         try:
@@ -127,7 +127,7 @@ def attention_is_dispatched(own: Part, run: Run) -> Messages:
     name = own.node.get("attention_backend")
     if name is None:
         return
-    at, size = f"{own.at}.attention_backend = {name}", run.policy_of(own).ranks_per_sample
+    at, size = f"{own.at}.attention_backend = {name}", run.policy_of(own).ranks_of_tokens
     if not own.ability("takes_attention_backend"):
         yield f"{at} {not_dispatched(own.name)}"
     elif size > 1:

@@ -24,6 +24,7 @@ class Qwen3MoeBundle(RoutedTokens, Qwen3Bundle):
     """Qwen3 with experts, of which each token goes to a few."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    cuts_layers: ClassVar[bool] = False
     spreads_experts: ClassVar[bool] = True
     gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeTopKRouter",)
     expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3MoeExperts",)

@@ -29,6 +29,7 @@ class QwenVLBundle(CausalLMBundle):
     reads_media: ClassVar[bool] = True
     reads_images_in_turns: ClassVar[bool] = True
     spreads_tokens: ClassVar[bool] = False
+    cuts_layers: ClassVar[bool] = False
     keeps_tokens_because: ClassVar[str] = "images and sounds enter whole rows inside the model"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen3_vl")
     auto_class: ClassVar[Any] = transformers.AutoModelForImageTextToText  # Any: see the base

@@ -10,8 +10,8 @@ def ranks_have_their_own_episodes(own: Part, run: Run) -> Messages:
     for policy in run.policies.values():
         if policy.ranks_per_sample > 1:
             yield (
-                f"{policy.prefix}backend.topology.sp = {policy.ranks_per_sample} with {own.at}: ranks that share "
-                "samples would each play their episodes. Set sp: 1."
+                f"{policy.prefix}backend.{policy.sharing} with {own.at}: ranks that share "
+                "samples would each play their episodes. Set it to 1."
             )
 
 

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import noop_context_fn
 from unirl.train.backend.activation_offload import offload_activations
 from unirl.train.backend.masters import Masters
 from unirl.train.backend.recompute import selective
+from unirl.train.backend.rules import layers_kept
 from unirl.train.backend.wrap import (
+    Divided,
     cast_inputs,
     checkpoint_activations,
     compile_blocks,
@@ -28,7 +30,10 @@ from unirl.train.precision import check_frozen_dtype, keep_in
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import (
+    CutBlock,
+    CutsLayers,
     ExpertExchange,
+    LayerExchange,
     ModelBundle,
     RecomputeContexts,
     RecomputesBlocks,
@@ -40,9 +45,9 @@ from unirl.types.weights import AdapterConfig
 
 Blocks = Mapping[str, Sequence[nn.Module]]
 """The blocks of each component."""
-Sharding = Callable[[Mapping[str, nn.Module], Blocks, Sequence[nn.Module]], list[FSDPModule]]
-"""sharding(components, blocks, experts) shards, in place and over the ranks of the process group, the components, their
-blocks, and the modules inside that hold experts which are spread over ranks. Returns one root per component."""
+Sharding = Callable[[Mapping[str, nn.Module], Blocks, Divided], list[FSDPModule]]
+"""sharding(components, blocks, divided) shards, in place and over the ranks of the process group, the components, their
+blocks, and what is divided inside. Returns one root per component."""
 
 
 class Wrapped(NamedTuple):
@@ -103,13 +108,19 @@ def wrap(
     device: torch.device,
     exchange: TokenExchange | None,
     of_experts: ExpertExchange | None = None,
+    of_layers: LayerExchange | None = None,
 ) -> Wrapped:
-    """Spread tokens and experts, checkpoint, compile and shard the blocks of `modules`, in place, as configured.
+    """Spread tokens and experts, divide layers, checkpoint, compile and shard the blocks of `modules`, in place, as
+    configured.
 
-    exchange: of the ranks that work on the same samples; None where each has its own. of_experts: of the ranks that
-    have the experts together; None where each has all. sharding: called where there is something to shard.
+    exchange: of the ranks that each have a part of the tokens of the same samples; None where each has all. of_experts,
+    of_layers: of the ranks that have the experts, or the layers, together; None where each has all. sharding: called
+    where there is something to shard.
     """
-    spread = [] if of_experts is None else spread_experts(bundle, config, of_experts)
+    divided = Divided(
+        experts=[] if of_experts is None else spread_experts(bundle, config, of_experts),
+        layers=[] if of_layers is None else cut_layers(bundle, of_layers),
+    )
     contexts = bundle.recompute_contexts if isinstance(bundle, RecomputesBlocks) else None
     if exchange is not None:
         contexts = spread_tokens(bundle, config, exchange)
@@ -131,7 +142,7 @@ def wrap(
     if not is_sharding(config):
         return Wrapped([], owns_process_group=False)
     owns_process_group = ensure_process_group(device)
-    return Wrapped(sharding(modules, blocks, spread), owns_process_group)
+    return Wrapped(sharding(modules, blocks, divided), owns_process_group)
 
 
 def compute_in(modules: Mapping[str, nn.Module], config: FSDPConfig) -> Masters:
@@ -172,6 +183,13 @@ def spread_experts(bundle: ModelBundle, config: FSDPConfig, exchange: ExpertExch
             "false, or topology.ep: 1."
         )
     return bundle.spread_experts(exchange)
+
+
+def cut_layers(bundle: ModelBundle, exchange: LayerExchange) -> Sequence[CutBlock]:
+    """Let `bundle` divide its layers among ranks. Raises ConfigError if it cannot."""
+    if not isinstance(bundle, CutsLayers):
+        raise ConfigError(layers_kept(f"topology.tp = {exchange.size}", type(bundle).__name__))
+    return bundle.cut_layers(exchange)
 
 
 def is_sharding(config: FSDPConfig) -> bool:

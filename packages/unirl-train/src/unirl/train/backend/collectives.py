@@ -22,14 +22,22 @@ class RankCollectives:
     """
 
     def __init__(self, place: MeshPlace, device: torch.device, *, is_sharded: bool) -> None:
-        num_ranks = place.dp_size * place.sp_size
-        self._sizes: dict[Axis, int] = {"dp": place.dp_size, "sp": place.sp_size, "ep": place.ep_size, "all": num_ranks}
+        sharing = place.sp_size * place.tp_size
+        num_ranks = place.dp_size * sharing
+        self._sizes: dict[Axis, int] = {
+            "dp": place.dp_size,
+            "sp": place.sp_size,
+            "tp": place.tp_size,
+            "ep": place.ep_size,
+            "all": num_ranks,
+        }
         self._device = device
         self._is_sharded = is_sharded
         self._groups: dict[Axis, dist.ProcessGroup | None] = dict.fromkeys(self._sizes)
-        if place.sp_size > 1:
-            mesh = init_device_mesh(device.type, (place.dp_size, place.sp_size), mesh_dim_names=("dp", "sp"))
-            self._groups |= {"dp": mesh.get_group("dp"), "sp": mesh.get_group("sp")}
+        if sharing > 1:
+            axis: Axis = "sp" if place.sp_size > 1 else "tp"
+            mesh = init_device_mesh(device.type, (place.dp_size, sharing), mesh_dim_names=("dp", axis))
+            self._groups |= {"dp": mesh.get_group("dp"), axis: mesh.get_group(axis)}
         if place.ep_size > 1:
             sizes = (num_ranks // place.ep_size, place.ep_size)
             self._groups["ep"] = init_device_mesh(device.type, sizes, mesh_dim_names=("groups", "ep")).get_group("ep")

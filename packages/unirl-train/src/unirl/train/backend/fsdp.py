@@ -17,7 +17,9 @@ from unirl.train.backend.build import Sharding, compute_in, is_sharding, prepare
 from unirl.train.backend.collectives import RankCollectives
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fill import fill, on_every_rank
+from unirl.train.backend.layer_exchange import SumExchange
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
+from unirl.train.backend.rules import unproven_with_layers
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
@@ -40,9 +42,9 @@ class FSDPBackend:
 
     On one device nothing is wrapped: the model runs as it is, in `fsdp.param_dtype`. Otherwise every block and then the
     root of each trainable component is sharded by FSDP2 over the mesh of `topology` (one dimension, or HSDP with
-    dp_replicate > 1), tokens are spread over its axis sp and experts over ep; on one device, for cpu_offload alone,
-    over a process group of this process, which the backend makes and `close` destroys. Trainable parameters are kept in
-    `fsdp.master_dtype`; ranks start from rank 0's.
+    dp_replicate > 1), tokens are spread over its axis sp, layers over tp and experts over ep; on one device, for
+    cpu_offload alone, over a process group of this process, which the backend makes and `close` destroys. Trainable
+    parameters are kept in `fsdp.master_dtype`; ranks start from rank 0's.
 
     Weights that the bundle defers (unirl.types.protocols.models.DefersWeights) are read once shards are made: each rank
     reads its own, and none holds more than them and one tensor.
@@ -91,6 +93,10 @@ class FSDPBackend:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.mesh_place = topology.place(rank, world_size)
         """Where this rank stands."""
+        if self.mesh_place.tp_size > 1:
+            given = {"fsdp": vars(self._config), "optimizer": vars(optimizer), "lora": vars(lora) if lora else {}}
+            for problem in unproven_with_layers(self.mesh_place.tp_size, given):
+                raise ConfigError(problem)
 
         self._modules = bundle.trainable_modules()
         # Before adapters and dtypes of training change names and dtypes. A second backend of a bundle finds values.
@@ -104,6 +110,8 @@ class FSDPBackend:
         """How tokens are spread over ranks; None where no two ranks work on the same samples."""
         self.expert_exchange = RowExchange(self.collectives.group("ep")) if self.mesh_place.ep_size > 1 else None
         """How tokens reach their experts; None where each rank has all."""
+        self.layer_exchange = SumExchange(self.collectives.group("tp")) if self.mesh_place.tp_size > 1 else None
+        """How ranks add up what their parts of a layer make; None where each has whole layers."""
         self._roots, self._owns_process_group = wrap(
             bundle,
             self._modules,
@@ -112,6 +120,7 @@ class FSDPBackend:
             self.device,
             self.token_exchange,
             self.expert_exchange,
+            self.layer_exchange,
         )
         if is_deferred:
             shards_on = torch.device("cpu") if self._config.cpu_offload else self.device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from unirl.algorithms.rules import needs_reference
@@ -12,13 +12,16 @@ from unirl.types.device_kinds import ONE_DEVICE_ALONE, kind_of, lacks
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
-def topology_problem(dp_replicate: int, dp_shard: int, sp: int, ep: int, num_devices: int) -> str | None:
+def topology_problem(dp_replicate: int, dp_shard: int, sp: int, tp: int, ep: int, num_devices: int) -> str | None:
     """What is wrong with the sizes of the axes, with the fix, or None. dp_shard: -1 takes what is left."""
+    for name, size in (("sp", sp), ("ep", ep)):
+        if tp > 1 and size > 1:
+            return f"tp = {tp} with {name} = {size}: the two are not proven together. Set one of them to 1."
     if dp_shard < 1 and dp_shard != -1:
         return f"dp_shard = {dp_shard} must be positive, or -1"
-    wanted = {"dp_replicate": dp_replicate, "sp": sp}
+    wanted = {"dp_replicate": dp_replicate, "sp": sp, "tp": tp}
     named = [name for name, size in wanted.items() if size > 1]
-    fixed = dp_replicate * sp
+    fixed = dp_replicate * sp * tp
     if num_devices % fixed:
         shown = f"{' * '.join(named)} = {' * '.join(str(wanted[name]) for name in named)}"
         product = f" = {fixed} does" if len(named) > 1 else " does"
@@ -26,8 +29,9 @@ def topology_problem(dp_replicate: int, dp_shard: int, sp: int, ep: int, num_dev
             f"{shown}{product} not divide {num_devices} devices. Change {' or '.join(named)}, or the number of devices."
         )
     if dp_shard not in (-1, num_devices // fixed):
-        sizes = [dp_replicate, dp_shard] + ([sp] if sp > 1 else [])
-        names = "dp_replicate * dp_shard" + (" * sp" if sp > 1 else "")
+        beside = {name: wanted[name] for name in named if name != "dp_replicate"}
+        sizes = [dp_replicate, dp_shard, *beside.values()]
+        names = " * ".join(["dp_replicate", "dp_shard", *beside])
         return (
             f"{names} = {' * '.join(map(str, sizes))} = {fixed * dp_shard}, but there are {num_devices} devices. "
             f"Set dp_shard: {num_devices // fixed}, or -1."
@@ -38,6 +42,23 @@ def topology_problem(dp_replicate: int, dp_shard: int, sp: int, ep: int, num_dev
         )
         return f"ep = {ep} does not divide the {of_what}. Change ep, or the number of devices."
     return None
+
+
+def unproven_with_layers(size: int, options: Mapping[str, Mapping[str, object]], at: str = "") -> Iterator[str]:
+    """Messages for options of a backend that topology.tp = size is not proven with. options: by section, as given. at:
+    beginning of the names."""
+    fsdp, optimizer, lora = (options.get(section) or {} for section in ("fsdp", "optimizer", "lora"))
+    found = {f"fsdp.{name}": fsdp.get(name) for name in ("compile", "cpu_offload", "activation_offload")}
+    found |= {"optimizer.offload": optimizer.get("offload"), "lora.base": lora.get("base")}
+    found["optimizer.states"] = None if optimizer.get("states") == "full" else optimizer.get("states")
+    for option, value in found.items():
+        if value:
+            yield f"{at}topology.tp = {size} is not proven with {at}{option} = {value}. Remove one of them."
+
+
+def layers_kept(at: str, name: str) -> str:
+    """The message for a bundle whose layers are not divided."""
+    return f"{at}: the layers of {name} cannot be divided among ranks. Set it to 1."
 
 
 def device_options_fit(own: Part, run: Run) -> Messages:

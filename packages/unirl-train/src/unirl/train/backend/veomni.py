@@ -17,8 +17,8 @@ from unirl.train.backend.build import Blocks, Sharding
 from unirl.train.backend.fill import local_box
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.ties import ties_of
-from unirl.train.backend.veomni_rules import version_problem
-from unirl.train.backend.wrap import cast_inputs, shard_experts
+from unirl.train.backend.veomni_rules import layers_stay_whole, version_problem
+from unirl.train.backend.wrap import Divided, cast_inputs, shard_experts
 from unirl.train.configs import FSDPConfig, TrainTopology
 from unirl.train.shards import local_part
 from unirl.types.errors import ConfigError
@@ -43,6 +43,8 @@ class VeOmniBackend(FSDPBackend):
     def _sharding(self, topology: TrainTopology) -> Sharding:
         if (problem := version_problem()) is not None:
             raise ConfigError(problem)
+        if topology.tp > 1:
+            raise ConfigError(layers_stay_whole("topology", topology.tp))
         return partial(shard_by_veomni, topology=topology, config=self._config, device=self.device)
 
     def close(self) -> None:
@@ -55,7 +57,7 @@ class VeOmniBackend(FSDPBackend):
 def shard_by_veomni(
     modules: Mapping[str, nn.Module],
     blocks: Blocks,
-    experts: Sequence[nn.Module],
+    divided: Divided,
     *,
     topology: TrainTopology,
     config: FSDPConfig,
@@ -84,7 +86,7 @@ def shard_by_veomni(
         name=None,
     )
     held = {name: _values(module) for name, module in modules.items()}
-    shard_experts(experts, topology, config, device)
+    shard_experts(divided.experts, topology, config, device)
     with states.use_parallel_state(state):
         roots = [_sharded(module, blocks[name], config) for name, module in modules.items()]
     for name, module in modules.items():

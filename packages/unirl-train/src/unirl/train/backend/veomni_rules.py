@@ -25,6 +25,14 @@ def version_problem() -> str | None:
     return None
 
 
+def layers_stay_whole(at: str, size: int) -> str:
+    """The message for layers that are divided among ranks."""
+    return (
+        f"{at}.tp = {size} is not for VeOmniBackend, whose plan does not divide layers. Take "
+        "unirl.train.backend.fsdp.FSDPBackend, or set it to 1."
+    )
+
+
 def veomni_is_installed(own: Part, run: Run, machine: Machine) -> Messages:
     """The tested VeOmni is in this environment."""
     problem = version_problem()
@@ -42,5 +50,12 @@ def base_is_whole(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (base_is_whole,)
+def layers_are_whole(own: Part, run: Run) -> Messages:
+    """Its plan divides no layers."""
+    size = run.policy_of(own).ranks_of_layers
+    if size > 1:
+        yield layers_stay_whole(f"{own.at}.topology", size)
+
+
+RULES = (base_is_whole, layers_are_whole)
 MACHINE_RULES = (veomni_is_installed,)

@@ -5,23 +5,33 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from unirl.train.configs import FSDPConfig, TrainTopology
+from unirl.train.lora import is_first_factor, is_second_factor, plain_base_name, plain_lora_name
+from unirl.train.shards import local_part
 from unirl.types.devices import collectives_of
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.models import RecomputeContexts
+from unirl.types.protocols.models import CutBlock, RecomputeContexts
 
 ONE_RANK_TIMEOUT = timedelta(seconds=60)
+
+
+class Divided(NamedTuple):
+    """What ranks have together, each a part."""
+
+    experts: Sequence[nn.Module] = ()
+    """Modules that hold stacks of experts."""
+    layers: Sequence[CutBlock] = ()
 
 
 def find_blocks(component: str, module: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
@@ -89,10 +99,11 @@ def ensure_process_group(device: torch.device) -> bool:
 def sharding_mesh(topology: TrainTopology, device: torch.device) -> DeviceMesh:
     """One dimension that shards, or two (replicate, shard) where the topology has several replicas.
 
-    Ranks that share samples (sp) share the shards of the model too: each needs whole blocks for its own tokens.
+    Ranks that share samples (sp, tp) share the shards of the model too: each needs whole blocks for its own tokens, or
+    whatever is not cut.
     """
     axes = topology.resolved(dist.get_world_size())
-    return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard * axes.sp)
+    return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard * axes.sp * axes.tp)
 
 
 def mesh_of_experts(topology: TrainTopology, device: torch.device) -> DeviceMesh:
@@ -100,6 +111,12 @@ def mesh_of_experts(topology: TrainTopology, device: torch.device) -> DeviceMesh
     axes = topology.resolved(dist.get_world_size())
     shard = axes.dp_shard * axes.sp // axes.ep
     return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=shard, ep=axes.ep)
+
+
+def mesh_of_layers(topology: TrainTopology, device: torch.device) -> DeviceMesh:
+    """As `sharding_mesh`, its last dimension divided into the shards of a rank's layers and the ranks along "tp"."""
+    axes = topology.resolved(dist.get_world_size())
+    return _mesh(device, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, tp=axes.tp)
 
 
 def _mesh(device: torch.device, **sizes: int) -> DeviceMesh:
@@ -111,26 +128,57 @@ def _mesh(device: torch.device, **sizes: int) -> DeviceMesh:
 def cut_experts(modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Leave each rank along `mesh`, of one dimension, its part of the first dimension of the modules' parameters, in
     place."""
-    rank, size = mesh.get_local_rank(), mesh.size()
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            own = parameter.detach().chunk(size)[rank].clone()  # or the whole stays in memory
-            cut = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-            setattr(module, name, nn.Parameter(cut, parameter.requires_grad))
+            _cut(module, name, parameter, mesh, 0)
+
+
+def cut_linears(blocks: Sequence[CutBlock], mesh: DeviceMesh) -> None:
+    """Leave each rank along `mesh`, of one dimension, its part of the linear layers of blocks and the whole of other
+    parameters, in place."""
+    for block in blocks:
+        for path, parameter in list(block.module.named_parameters()):
+            owner, _, name = path.rpartition(".")
+            _cut(block.module.get_submodule(owner), name, parameter, mesh, cut_dim(block, path))
+
+
+def cut_dim(block: CutBlock, path: str) -> int | None:
+    """The dimension by which a parameter of a block is cut, adapters included; None of one that is whole on every
+    rank: a rank's outputs need all of the factor A, and its inputs all of B."""
+    layer = plain_base_name(path)
+    if layer is None:
+        layer = plain_lora_name(path).rpartition(".lora_")[0] + "."
+    if layer.startswith(tuple(f"{name}." for name in block.rows)):
+        return None if is_first_factor(path) else 0
+    if layer.startswith(tuple(f"{name}." for name in block.columns)):
+        return None if is_second_factor(path) else 1
+    return None
+
+
+def _cut(owner: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> None:
+    rank, size = mesh.get_local_rank(), mesh.size()
+    own, placement = parameter.detach(), Replicate()
+    if dim is not None:
+        # A copy, or the whole stays in memory.
+        own, placement = own.chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format), Shard(dim)
+    cut = DTensor.from_local(own, mesh, [placement], run_check=False)
+    setattr(owner, name, nn.Parameter(cut, parameter.requires_grad))
 
 
 def shard_all(
     modules: Mapping[str, nn.Module],
     blocks: Mapping[str, Sequence[nn.Module]],
-    experts: Sequence[nn.Module],
+    divided: Divided,
     *,
     topology: TrainTopology,
     config: FSDPConfig,
     device: torch.device,
 ) -> list[FSDPModule]:
-    """Shard spread experts, then each component and its blocks over the mesh of `topology`, in place; returns roots."""
+    """Shard spread experts and divided layers, then each component and its other blocks over the mesh of `topology`, in
+    place; returns roots."""
     mesh = sharding_mesh(topology, device)
-    shard_experts(experts, topology, config, device)
+    shard_experts(divided.experts, topology, config, device)
+    shard_layers(divided.layers, topology, config, device)
     return [shard(module, blocks[name], mesh, config) for name, module in modules.items()]
 
 
@@ -155,13 +203,31 @@ def shard_experts(
         )
 
 
+def shard_layers(blocks: Sequence[CutBlock], topology: TrainTopology, config: FSDPConfig, device: torch.device) -> None:
+    """Leave each rank its part of the layers of blocks, and shard it over the ranks with the same part, in place."""
+    if not blocks:
+        return
+    mesh = mesh_of_layers(topology, device)
+    cut_linears(blocks, mesh["tp"])
+    over = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    for block in reversed(blocks):
+        fully_shard(
+            block.module,
+            mesh=over,
+            mp_policy=_precision(config),
+            offload_policy=_offload(config),
+            reshard_after_forward=config.reshard_after_forward,
+            shard_placement_fn=functools.partial(_across_the_cut, over.size(over.ndim - 1)),
+        )
+
+
 def shard(module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, config: FSDPConfig) -> FSDPModule:
     """Shard each block and then the rest of `module`, in place.
 
     Inputs are cast at the root alone (`cast_inputs`): blocks get theirs as they are, since rotary tables are float32 by
     design.
     """
-    for block in reversed(blocks):
+    for block in (each for each in reversed(blocks) if not isinstance(each, FSDPModule)):
         fully_shard(
             block,
             mesh=mesh,
@@ -203,6 +269,22 @@ def _within_experts(num_shards: int, parameter: nn.Parameter) -> Shard:
     raise ConfigError(
         f"experts of shape {list(parameter.shape[1:])} do not divide into {num_shards} shards. Change "
         "topology.ep, so that the devices of a copy of the model are another multiple of it."
+    )
+
+
+def _across_the_cut(num_shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Parameters are sharded along another dimension than ranks have cut them by, where it divides; vectors along the
+    same. Raises ConfigError if neither divides."""
+    placement = parameter.placements[0] if isinstance(parameter, DTensor) else Replicate()
+    if not isinstance(placement, Shard):
+        return None
+    local = local_part(parameter).shape
+    for dim in (*(each for each in range(len(local)) if each != placement.dim), placement.dim):
+        if local[dim] % num_shards == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"a rank's part {list(local)} of a layer does not divide into {num_shards} shards. Change topology.tp or "
+        "dp_shard."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -584,6 +584,49 @@ class SpreadsExperts(Protocol):
         Returns the modules whose parameters are stacks of experts, [E, ...]: the caller leaves each rank its part of
         the first dimension, in order. Raises ConfigError if the model has no experts, or so many ranks do not divide
         them.
+        """
+        ...
+
+
+class LayerExchange(Protocol):
+    """What ranks that have the layers of a model together do with hidden states: each computes with its part of the
+    layers' weights on the same samples. Every rank makes the same calls. Differentiable where the tensors are.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def entered(self, whole: Tensor) -> Tensor:
+        """The tensor, which every rank has alike and computes its part with; its gradient is the sum of theirs."""
+        ...
+
+    def summed(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, on every rank with the same bits."""
+        ...
+
+
+class CutBlock(NamedTuple):
+    """A block whose linear layers are divided among ranks. Other parameters of it are whole on every rank."""
+
+    module: nn.Module
+    rows: tuple[str, ...]
+    """Paths in the block of linear layers of which each rank has some outputs: rows of the weight."""
+    columns: tuple[str, ...]
+    """Paths of those of which each rank has some inputs: columns of the weight."""
+
+
+@runtime_checkable
+class CutsLayers(Protocol):
+    """A bundle of a model whose layers can be divided among ranks that compute the same samples."""
+
+    def cut_layers(self, exchange: LayerExchange) -> Sequence[CutBlock]:
+        """Called once, before parameters are cut: from now on a block computes with the parts that the parameters'
+        DTensors have on this rank, and its attention and MLP give the sum over ranks.
+
+        The caller leaves each rank an equal part of each of `rows` and `columns`, in order. Raises ConfigError if the
+        model has no such layers, or so many ranks do not divide them.
         """
         ...
 
