@@ -121,6 +121,12 @@ TEXTS = {
     "qwen2": TextFamily(
         lambda folder: tiny_text.save_text_model(tiny_text.qwen2(), folder), CausalLMBundle, ChatPipeline, ("sp",)
     ),
+    "qwen3_tied": TextFamily(
+        lambda folder: tiny_text.save_text_model(tiny_text.qwen3(tie_word_embeddings=True), folder),
+        Qwen3Bundle,
+        Qwen3Pipeline,
+        ("tp",),
+    ),
     "qwen2_two_keys": TextFamily(
         lambda folder: tiny_text.save_text_model(tiny_text.qwen2(num_key_value_heads=2), folder),
         CausalLMBundle,
@@ -424,11 +430,12 @@ class NotingSums(SumExchange):
         self.expected_bytes = 0
 
     def expect(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Attention and MLP of each layer, forwards and backwards, and gradients of norms of heads where there are."""
+        """Attention and MLP of each layer, forwards and backwards, gradients of norms of heads where there are, and of
+        what the head reads."""
         config = model.config
         norms = 2 * model.model.layers[0].self_attn.head_dim if config.model_type == "qwen3" else 0
-        states = 2 * 2 * kwargs["input_ids"].numel() * config.hidden_size
-        self.expected_bytes += 8 * config.num_hidden_layers * (states + norms)
+        states = kwargs["input_ids"].numel() * config.hidden_size
+        self.expected_bytes += 8 * (config.num_hidden_layers * (2 * 2 * states + norms) + states)
 
 
 def _in_doubles(bundle: Any) -> nn.Module:
@@ -437,10 +444,13 @@ def _in_doubles(bundle: Any) -> nn.Module:
     model = bundle.trained_module
     if isinstance(bundle, RoutedTokens):
         bundle.model.set_experts_implementation("eager")  # the other kernels take no doubles
-    for key, parameter in list(model.named_parameters()):
-        value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
+    read: dict[int, nn.Parameter] = {}
+    for key, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in read:  # else it is tied
+            value = files[key].read(tuple(slice(0, size) for size in parameter.shape)).double()
+            read[id(parameter)] = nn.Parameter(value.clone())
         owner, _, last = key.rpartition(".")
-        setattr(model.get_submodule(owner), last, nn.Parameter(value.clone()))
+        setattr(model.get_submodule(owner), last, read[id(parameter)])
     return model.double()
 
 

@@ -28,10 +28,11 @@ def cut_blocks(
     cut.
 
     blocks: of `model`. plan: kind by path below the decoder, in which * stands for the number of a layer (transformers,
-    `base_model_tp_plan`). where: for messages. Raises ConfigError for a plan that has more than layers which are cut by
-    rows and then by columns.
+    `base_model_tp_plan`); paths without it lie outside of layers, and stay whole. where: for messages. Raises
+    ConfigError for a plan that has more than layers which are cut by rows and then by columns.
     """
     at, paths = f"topology.tp = {exchange.size}", {id(module): path for path, module in model.named_modules()}
+    plan = {path: kind for path, kind in plan.items() if "*" in path}
     unknown = sorted(set(plan.values()) - {ROWS, COLUMNS, WHOLE})
     if unknown or not {ROWS, COLUMNS} <= set(plan.values()):
         raise ConfigError(layers_kept(at, where, f"its plan has {unknown or 'no layer that is cut'}"))

@@ -20,7 +20,7 @@ from unirl.types.conditions import Bridge, Condition, Conversation, ImagePatchCo
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Texts
 from unirl.types.messages import ASSISTANT, Message, ShownImage
-from unirl.types.protocols.models import Conditions, ModelBundle, TokenExchange
+from unirl.types.protocols.models import Conditions, LayerExchange, ModelBundle, TokenExchange
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
@@ -85,6 +85,11 @@ class LanguageBundle(ModelBundle, Protocol):
     @property
     def token_exchange(self) -> TokenExchange | None:
         """Between the ranks that share the positions of a packed row; None where this one has all."""
+        ...
+
+    @property
+    def layer_exchange(self) -> LayerExchange | None:
+        """Between the ranks that each have a part of the layers; None where this one has whole layers."""
         ...
 
     def new_cache(self) -> Any:  # Any: with `batch_select_indices`, as caches of transformers

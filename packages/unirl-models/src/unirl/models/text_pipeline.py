@@ -224,11 +224,15 @@ class AutoregressivePipeline:
                 for start, prompt, completion in zip(inputs.starts, prompts, segment.lengths.tolist(), strict=True)
             ]
         )
-        exchange, tokens = self.bundle.token_exchange, segment.tokens
-        spread = None if exchange is None else SpreadScores.of(places_N, inputs.arguments["packing"], exchange)
+        exchange, of_layers, tokens = self.bundle.token_exchange, self.bundle.layer_exchange, segment.tokens
+        spread = None
+        if exchange is not None:
+            spread = SpreadScores.of(places_N, inputs.arguments["packing"], exchange)
+        elif of_layers is not None:
+            spread = SpreadScores.dealt(places_N, of_layers)
         if spread is not None:
             places_N, tokens = spread.places, tokens[spread.own.to(tokens.device)]
-        with self.bundle.head.scoring(places_N.to(tokens.device), tokens, params.temperature):
+        with self.bundle.head.scoring(places_N.to(tokens.device), tokens, params.temperature, of_layers):
             with self.around(inputs, ordered):
                 out = self.bundle.model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
         *scores, hidden = out.logits

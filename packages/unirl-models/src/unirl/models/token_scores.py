@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.protocols.models import LayerExchange
 
 CHUNK_LOGITS = 2**25
 """Logits held at once by default: 128 MiB in float32, 220 tokens of a vocabulary of 151,936."""
@@ -94,16 +95,19 @@ class ScoringHead(nn.Linear):
         self.weight = projection.weight
         self.bias = projection.bias
         self._tokens_per_chunk = max(1, chunk_logits // projection.out_features)
-        self._asked: tuple[Tensor, Tensor, float] | None = None
+        self._asked: tuple[Tensor, Tensor, float, LayerExchange | None] | None = None
 
     @contextmanager
-    def scoring(self, places_N: Tensor, tokens_N: Tensor, temperature: float) -> Generator[None]:
+    def scoring(
+        self, places_N: Tensor, tokens_N: Tensor, temperature: float, of_layers: LayerExchange | None = None
+    ) -> Generator[None]:
         """Inside, a forward returns (log-probs, entropies, sums of squared probabilities: [N] each, hidden states
         [N, D]) in place of logits.
 
-        tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row.
+        tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row. of_layers: of
+        the ranks that have the same hidden states, where each scores other tokens.
         """
-        self._asked = (places_N, tokens_N, temperature)
+        self._asked = (places_N, tokens_N, temperature, of_layers)
         try:
             yield
         finally:
@@ -113,7 +117,9 @@ class ScoringHead(nn.Linear):
         """Logits [..., V] of hidden states [..., D], or scores inside `scoring`."""
         if self._asked is None:
             return super().forward(hidden)
-        places_N, tokens_N, temperature = self._asked
+        places_N, tokens_N, temperature, of_layers = self._asked
+        if of_layers is not None:
+            hidden = of_layers.dealt(hidden)
         hidden_ND = hidden.flatten(end_dim=-2).index_select(0, places_N)
         scores = chunked_scores(
             super().forward, hidden_ND, tokens_N, temperature, tokens_per_chunk=self._tokens_per_chunk

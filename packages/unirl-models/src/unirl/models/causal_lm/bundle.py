@@ -113,6 +113,8 @@ class CausalLMBundle(OneComponentBundle):
         """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
         self.token_exchange: TokenExchange | None = None
         """Between the ranks that share the positions of a packed row; None where this one has all."""
+        self.layer_exchange: LayerExchange | None = None
+        """Between the ranks that each have a part of the layers; None where this one has whole layers."""
 
     # What the stage asks ---------------------------------------------------------------------------------------------
 
@@ -177,7 +179,8 @@ class CausalLMBundle(OneComponentBundle):
         return noop_context_fn
 
     def cut_layers(self, exchange: LayerExchange) -> list[CutBlock]:
-        """From now on a rank computes with its heads and its part of the MLP, see `unirl.models.cut_layers`.
+        """From now on a rank computes with its heads and its part of the MLP, see `unirl.models.cut_layers`; the head,
+        which is whole, scores its part of the tokens.
 
         Raises ConfigError if the model has no plan for it, or the ranks do not divide it.
         """
@@ -195,6 +198,7 @@ class CausalLMBundle(OneComponentBundle):
         if problem is not None:
             raise ConfigError(problem)
         blocks = [each for each in self.model.modules() if type(each).__name__ in self.block_class_names]
+        self.layer_exchange = exchange
         return cut_blocks(self.model, blocks, plan, name, exchange)
 
     def spread_experts(self, exchange: ExpertExchange) -> list[nn.Module]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class UlyssesExchange:
-    """Implements unirl.types.protocols.models.TokenExchange over a process group. Tokens need not divide evenly.
+class GatheringExchange:
+    """Implements unirl.types.protocols.models.PartsExchange over a process group. Items need not divide evenly.
 
     bytes_sent: what this rank has sent to others so far, forwards and backwards.
     """
@@ -30,15 +30,11 @@ class UlyssesExchange:
         self.bytes_sent = 0
 
     def lengths(self, length: int) -> list[int]:
-        """Tokens of each rank, of `length` in all: they differ by one at most, the first ranks have more."""
+        """How many of `length` items each rank has: they differ by one at most, the first ranks have more."""
         return [length // self.size + (rank < length % self.size) for rank in range(self.size)]
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of the tokens along `dim`."""
-        return whole.split(self.lengths(whole.shape[dim]), dim)[self.rank].contiguous()
-
     def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The tokens of all ranks along `dim`, rank after rank. lengths: of each."""
+        """The items of all ranks along `dim`, rank after rank. lengths: of each."""
 
         def adjoint(grad: Tensor) -> Tensor:
             # All ranks have the same gradient here, since they differentiate the same loss of the same samples: the sum
@@ -46,6 +42,25 @@ class UlyssesExchange:
             return grad.split(list(lengths), dim)[self.rank] * self.size
 
         return WithAdjoint.apply(part, lambda own: self._all_gathered(own, dim, lengths), adjoint)
+
+    def _all_gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        # Parts of fewer tokens are padded on the way.
+        moved = part.movedim(dim, 0).contiguous()
+        padded = moved.new_zeros((max(lengths), *moved.shape[1:]))
+        padded[: len(moved)] = moved
+        found = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(found, padded, group=self._group)
+        self.bytes_sent += (self.size - 1) * padded.nbytes
+        parts = [each[:length] for each, length in zip(found, lengths, strict=True)]
+        return torch.cat(parts).movedim(0, dim)
+
+
+class UlyssesExchange(GatheringExchange):
+    """Implements unirl.types.protocols.models.TokenExchange over a process group. Tokens need not divide evenly."""
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of the tokens along `dim`."""
+        return whole.split(self.lengths(whole.shape[dim]), dim)[self.rank].contiguous()
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """[..., H, t, D] of this rank's tokens -> [..., H / P, T, D]: all tokens, rank after rank, of its heads.
@@ -61,17 +76,6 @@ class UlyssesExchange:
         return WithAdjoint.apply(
             own, lambda own: self._heads_for_tokens(own, lengths), lambda grad: self._tokens_for_heads(grad, lengths)
         )
-
-    def _all_gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        # Parts of fewer tokens are padded on the way.
-        moved = part.movedim(dim, 0).contiguous()
-        padded = moved.new_zeros((max(lengths), *moved.shape[1:]))
-        padded[: len(moved)] = moved
-        found = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(found, padded, group=self._group)
-        self.bytes_sent += (self.size - 1) * padded.nbytes
-        parts = [each[:length] for each, length in zip(found, lengths, strict=True)]
-        return torch.cat(parts).movedim(0, dim)
 
     def _tokens_for_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         *batch, num_heads, num_own, width = own.shape

@@ -506,8 +506,8 @@ class RoutesRows(Protocol):
         ...
 
 
-class TokenExchange(Protocol):
-    """What ranks that work on the same samples do with their tokens: each has a part. Every rank makes the same calls.
+class PartsExchange(Protocol):
+    """What ranks that work on the same samples do with items of which each has a part. Every rank makes the same calls.
 
     Differentiable where the tensors are.
     """
@@ -523,15 +523,22 @@ class TokenExchange(Protocol):
         ...
 
     def lengths(self, length: int) -> list[int]:
-        """Tokens of each rank, of `length` in all."""
-        ...
-
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of the tokens along `dim`."""
+        """How many of `length` items each rank has."""
         ...
 
     def gathered(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-        """The tokens of all ranks along `dim`, rank after rank. lengths: of each."""
+        """The items of all ranks along `dim`, rank after rank. lengths: of each."""
+        ...
+
+
+class TokenExchange(PartsExchange, Protocol):
+    """What ranks that work on the same samples do with their tokens: each has a part. Every rank makes the same calls.
+
+    Differentiable where the tensors are.
+    """
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of the tokens along `dim`."""
         ...
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -588,15 +595,10 @@ class SpreadsExperts(Protocol):
         ...
 
 
-class LayerExchange(Protocol):
+class LayerExchange(PartsExchange, Protocol):
     """What ranks that have the layers of a model together do with hidden states: each computes with its part of the
     layers' weights on the same samples. Every rank makes the same calls. Differentiable where the tensors are.
     """
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
 
     def entered(self, whole: Tensor) -> Tensor:
         """The tensor, which every rank has alike and computes its part with; its gradient is the sum of theirs."""
@@ -604,6 +606,11 @@ class LayerExchange(Protocol):
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on every rank with the same bits."""
+        ...
+
+    def dealt(self, whole: Tensor) -> Tensor:
+        """The tensor, of which each rank reads the part that it then gives to `gathered`; its gradient is the mean of
+        theirs."""
         ...
 
 
