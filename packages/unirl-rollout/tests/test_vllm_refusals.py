@@ -35,7 +35,7 @@ class Engine:
                 logprobs=[{prompt[-1]: SimpleNamespace(logprob=-1.0)}],
                 finish_reason="stop",
             )
-            yield SimpleNamespace(request_id=name, prompt_token_ids=prompt, outputs=[written])
+            yield SimpleNamespace(request_id=name, prompt_token_ids=prompt, outputs=[written], metrics=None)
 
     def abort_request(self, names):
         """Nothing is left."""

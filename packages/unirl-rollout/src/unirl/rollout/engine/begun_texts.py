@@ -76,8 +76,9 @@ class BegunTexts:
         return {**own, "prompt": PromptCondition.pack(tokens=[torch.cat([a, b.to(a.device)]) for a, b in asked])}
 
     def whole(self, more: TextSegment | None, version: int) -> TextSegment:
-        """All samples of the request. more: what this call added to `rows` with policy `version`; None: nothing, since
-        `rows` is empty. Raises ContractError if a request without begun samples was not answered."""
+        """All samples of the request. more: what this call added to `rows`; None: nothing, since `rows` is empty.
+        version: the policy of its tokens, where it does not say more. Raises ContractError if a request without begun
+        samples was not answered."""
         if self.segment is None or self.versions is None or self.segment.status is None:
             if more is None:
                 raise ContractError("a request without samples makes no texts")
@@ -121,7 +122,8 @@ def _without(segment: TextSegment, rows: Collection[int]) -> tuple[TextSegment, 
 def _parts(segment: TextSegment, version: int) -> dict[str, list[Tensor]]:
     tokens = segment.unpack("tokens")
     log_probs = {} if segment.log_probs is None else {"log_probs": segment.unpack("log_probs")}
-    return {"tokens": tokens, "versions": [torch.full_like(own, version) for own in tokens], **log_probs}
+    same = [torch.full_like(own, version) for own in tokens]
+    return {"tokens": tokens, "versions": same if segment.versions is None else segment.unpack("versions"), **log_probs}
 
 
 def mark_versions(track: RolloutTrack, version: int) -> RolloutTrack:

@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import SumKind, WeightSpec
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the messages, incremented with every change. Both sides compare it."""
 
 

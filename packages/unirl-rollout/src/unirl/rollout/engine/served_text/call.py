@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -61,6 +61,9 @@ class Generate:
     """Token id that stands for a patch of an image."""
     num_begun: list[int] = field(default_factory=list)
     """Tokens of each completion that its prompt ends with; empty if none has any."""
+    names: list[str] = field(default_factory=list)
+    """What each completion is called in all calls that make a part of it, for engines that keep keys and values; empty:
+    nothing is kept."""
 
     def budget(self, row: int) -> int:
         """Tokens that a completion may still get."""
@@ -89,6 +92,10 @@ class Generations:
     """"stop", "length" or "abort", as in vLLM and SGLang, or "refused"."""
     refusals: list[str] = field(default_factory=list)
     """What the engine says of each prompt that it refused, "" of the others; empty if it refused none."""
+    versions: list[list[int]] = field(default_factory=list)
+    """The policy of each token; empty if all are of `policy_version`."""
+    in_place: list[int] = field(default_factory=list)
+    """Prompts whose completions went on with kept keys and values."""
 
 
 def prompt_tokens(conditions: Mapping[str, Condition]) -> list[list[int]]:
@@ -107,11 +114,12 @@ def generation(
     *,
     placeholder: int | None = None,
     begun: BegunTexts | None = None,
+    keeps_cache: bool = False,
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
     placeholder: token id that stands for an image patch; None if the model only reads text. begun: of the request;
-    None: there is nothing that wrote a placeholder.
+    None: there is nothing that wrote a placeholder. keeps_cache: the engine keeps keys and values of what ends early.
     A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch. Where
     it was begun, it also depends on the tokens that it has, so that no draw comes twice.
     Raises ConfigError if the request has images and the model does not read them.
@@ -124,12 +132,13 @@ def generation(
             "the request has images, but the engine's model names no image_token_id in its config.json: it reads text "
             "alone. Choose a vision-language model, or prompts without images."
         )
+    names = [noise_key(req.rollout_id, req.sample_ids[row]) for row in begun.rows]
     return Generate(
         number=number,
         prompts=prompt_tokens(begun.prompts(conditions)),
         seeds=[
-            noise_seed(params.seed, noise_key(req.rollout_id, req.sample_ids[row]) + (f"@{num}" if num else ""))
-            for row, num in zip(begun.rows, begun.lengths, strict=True)
+            noise_seed(params.seed, name + (f"@{num}" if num else ""))
+            for name, num in zip(names, begun.lengths, strict=True)
         ],
         temperature=params.temperature,
         top_p=params.top_p,
@@ -140,6 +149,7 @@ def generation(
         shown=[shown[row] for row in begun.rows] if pictures else [],
         placeholder=placeholder,
         num_begun=begun.lengths if any(begun.lengths) else [],
+        names=names if keeps_cache else [],
     )
 
 
@@ -204,18 +214,26 @@ def part_of(call: Generate, rows: range, number: int) -> Generate:
         pictures=[call.pictures[place] for place in places],
         shown=[[places.index(place) for place in each] for each in shown] if places else [],
         num_begun=call.num_begun[rows.start : rows.stop],
+        names=call.names[rows.start : rows.stop],
     )
 
 
 def joined(answers: Sequence[Generations]) -> Generations:
     """The answers to the parts of a call, joined in order. They must have the same policy version."""
+    firsts = list(accumulate((len(answer.tokens) for answer in answers[:-1]), initial=0))
     return Generations(
         answers[0].policy_version,
         [row for answer in answers for row in answer.tokens],
         [row for answer in answers for row in answer.log_probs],
         [reason for answer in answers for reason in answer.finish_reasons],
         [said for answer in answers for said in _refusals(answer)] if any(each.refusals for each in answers) else [],
+        [row for answer in answers for row in _versions(answer)] if any(each.versions for each in answers) else [],
+        [first + row for first, answer in zip(firsts, answers, strict=True) for row in answer.in_place],
     )
+
+
+def _versions(answer: Generations) -> list[list[int]]:
+    return answer.versions or [[answer.policy_version] * len(tokens) for tokens in answer.tokens]
 
 
 def _refusals(answer: Generations) -> list[str]:
@@ -232,7 +250,7 @@ def proof_of(call: Generate) -> Generate:
     """A short greedy call with the prompts of another call, which instances with the same weights answer alike."""
     first = part_of(call, range(min(len(call.prompts), _PROOF_PROMPTS)), PROOF_NUMBER)
     tokens = min(call.max_new_tokens, _PROOF_TOKENS)
-    return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens, num_begun=[])
+    return replace(first, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=tokens, num_begun=[], names=[])
 
 
 def largest_gap(found: Generations, expected: Generations) -> float:
@@ -274,6 +292,7 @@ def text_segment(
     segment = TextSegment.pack(
         tokens=[torch.tensor(tokens, dtype=torch.long) for tokens in answer.tokens],
         log_probs=None if params.is_greedy else log_probs,
+        versions=[torch.tensor(own, dtype=torch.long) for own in answer.versions] if answer.versions else None,
         status=torch.tensor(status, dtype=torch.long),
         params=params,
     )

@@ -48,6 +48,8 @@ class ServedTextEngine(ChildEngine):
     _track: str
     _running: int | None = None
     """Number of the last call of the running `generate`."""
+    _keeps_cache = False
+    """True if the engine keeps keys and values of what `abort` ended."""
     _aborted: int | None = None
     """Calls up to this number end early."""
 
@@ -78,17 +80,23 @@ class ServedTextEngine(ChildEngine):
         conditions = prompt_conditions(req, self._pipeline)
         limits, stops = self._limits(), self._pipeline.stop_token_ids(params)
         own = BegunTexts.of(req, self._pipeline.media_tokens)
+        in_place: list[int] = []
         if own.rows:
-            call = generation(req, conditions, stops, 0, placeholder=limits.image_token, begun=own)
+            call = generation(
+                req, conditions, stops, 0, placeholder=limits.image_token, begun=own, keeps_cache=self._keeps_cache
+            )
             check_fits(call.prompts, call.max_new_tokens, limits, call.num_begun)
             self.ready()
             answer = self._generations(call, [req.group_ids[row] for row in own.rows])
             refuse_all(answer, self.codec.engine)
             segment = text_segment(answer, call, params, own)
+            in_place = [own.rows[number] for number in answer.in_place]
             refusals = {row: said for row, said in zip(own.rows, answer.refusals, strict=False) if said}
         else:
             segment, refusals = own.whole(None, self.policy_version), {}
         track = text_track(req, conditions, segment, self._pipeline.decode(segment), self.policy_version, refusals)
+        if self._keeps_cache:
+            track.counts = own.continued(req.batch_size, in_place)
         return RolloutResp(tracks={self._track: track})
 
     def _generations(self, call: Generate, group_ids: list[str]) -> Generations:

@@ -40,6 +40,9 @@ class VLLMRolloutEngine(ServedTextEngine):
     pipeline: encodes prompts and decodes tokens; vLLM only sees tokens.
     context_length: most tokens of a prompt and its completion; None takes the model's.
     kv_cache_bytes: size of the KV cache. None, on a GPU only, lets vLLM choose (engine_args.gpu_memory_utilization).
+    keeps_cache: what `abort` ended keeps its keys and values in vLLM, and goes on with the present weights without
+        another prefill, but for prompts with images. What is held takes vLLM's memory, and gets tokens whenever vLLM
+        computes.
     processes: see `EngineProcesses`. `num_devices` must divide the model's heads; `engine_args` are of vllm.EngineArgs.
     """
 
@@ -54,7 +57,7 @@ class VLLMRolloutEngine(ServedTextEngine):
     owned_options: ClassVar[frozenset[str]] = frozenset(
         {"model", "worker_extension_cls", "logprobs_mode", "stream_interval", "dtype", "max_model_len", "enable_lora"}
         | {"max_lora_rank", "max_loras", "tensor_parallel_size", "kv_cache_memory_bytes", "enable_sleep_mode"}
-        | {"skip_tokenizer_init", "seed"}
+        | {"skip_tokenizer_init", "seed", "keeps_cache"}
     )
 
     def __init__(
@@ -65,6 +68,7 @@ class VLLMRolloutEngine(ServedTextEngine):
         context_length: PositiveInt | None = None,
         kv_cache_bytes: PositiveInt | None = None,
         track: str = "text",
+        keeps_cache: bool = False,
         **processes: Any,  # Any: see EngineProcesses
     ) -> None:
         own = self._checked(EngineProcesses(**processes))
@@ -74,6 +78,7 @@ class VLLMRolloutEngine(ServedTextEngine):
             raise ConfigError(adapters_in_float32("engine", own.max_lora_rank))
         self._pipeline = pipeline
         self._track = track
+        self._keeps_cache = keeps_cache
         options: dict[str, Any] = {
             "dtype": _DTYPES[own.dtype],
             "max_model_len": context_length,
@@ -85,6 +90,7 @@ class VLLMRolloutEngine(ServedTextEngine):
             **(_ON_A_CPU if own.is_cpu else {}),
             **({} if own.max_lora_rank is None else {"max_lora_rank": own.max_lora_rank, "max_loras": 1}),
             **own.options,
+            "keeps_cache": keeps_cache,
             "enable_multiprocessing": not own.is_cpu,  # on a CPU vLLM starts ten times faster without
         }
         self._launch(own, options, _variables(own), policies)

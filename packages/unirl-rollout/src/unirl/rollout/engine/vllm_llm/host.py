@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from unirl.rollout.engine.child.weights_host import WeightsHost
 from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
 from unirl.rollout.engine.served_images import picture
 from unirl.rollout.engine.served_text.call import Generate, Generations
+from unirl.rollout.engine.vllm_llm.kept_samples import KeptSamples, Row, Sample
 from unirl.rollout.engine.vllm_llm.messages import Ready
 from unirl.rollout.engine.written_for import VLLM
 from unirl.types.errors import ContractError, WeightSyncError
@@ -30,17 +30,6 @@ logger = logging.getLogger(__name__)
 EXTENSION = "unirl.rollout.engine.vllm_llm.worker_ext.WeightSyncExtension"
 _ADAPTER_ID = 1
 _ADAPTER_NAME = "policy"
-
-
-@dataclass
-class _Sample:
-    """A sample as far as vLLM has generated it."""
-
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    reason: str | None = None
-    refusal: str = ""
 
 
 class EngineHost(WeightsHost):
@@ -54,19 +43,26 @@ class EngineHost(WeightsHost):
         self._aborts = aborts
         self._calls: list[int] = []
         """Numbers of the running calls, oldest first."""
-        self._samples: dict[str, _Sample] = {}
-        """State of each row of the running calls, by request name."""
+        self._samples: dict[str, Sample] = {}
+        """State of each row of the running calls, and of what is kept, by request name."""
+        self._kept = KeptSamples()
+        self._is_paused = False
+        """True if vLLM computes nothing, which it does between calls while it holds samples."""
+        self._num_loads = 0
+        """Times that weights were loaded."""
         self._paths: list[str] = []
         self._adapter: Any = None  # Any: a vllm LoRARequest, once one was pushed
         options = dict(start.engine_args)
         uses_processes = options.pop("enable_multiprocessing")
+        self._keeps_cache = bool(options.pop("keeps_cache", False))
         arguments = self._vllm.EngineArgs(
             model=str(folder),
             worker_extension_cls=EXTENSION,
             # Log-probs under the sampling distribution: temperature, top-p and top-k applied.
             logprobs_mode="processed_logprobs",
-            # Tokens are returned every 8 steps, so that an abort keeps what was sampled.
-            stream_interval=8,
+            # Tokens are returned every 8 steps, so that an abort keeps what was sampled. What is kept is returned at
+            # once: later, it would not be known which weights drew it.
+            stream_interval=1 if self._keeps_cache else 8,
             # Only tokens are exchanged, but vLLM builds its image processor with the tokenizer.
             skip_tokenizer_init=self._image_token is None,
             **options,
@@ -105,46 +101,89 @@ class EngineHost(WeightsHost):
         """
         self._pushes.require_usable()
         version = self._pushes.policy_version
-        samples = [_Sample(prompt) for prompt in call.prompts]
-        names = [f"{call.number}-{row}" for row in range(len(samples))]
+        self._resume()
+        rows = [
+            self._kept.take(call, row) or Row(f"{call.number}-{row}", Sample(prompt))
+            for row, prompt in enumerate(call.prompts)
+        ]
         prompts = prompts_of(call)
         self._calls.append(call.number)
+        keeps = False
         try:
-            for row, seed in enumerate(call.seeds):
-                self._samples[names[row]] = samples[row]
-                sampling = self._sampling(call, seed, call.budget(row))
-                try:
-                    self._engine.add_request(names[row], prompts[row], sampling, lora_request=self._adapter)
-                except (ValueError, RuntimeError) as error:  # vLLM's checks of one request; nothing is computed yet
-                    samples[row].reason, samples[row].refusal = "refused", str(error) or type(error).__name__
-            while any(sample.reason is None for sample in samples) and call.number not in self._aborts:
+            for row, own in enumerate(rows):
+                self._samples[own.request] = own.sample
+                if not own.is_begun:
+                    self._begin(own, prompts[row], self._sampling(call, call.seeds[row], call.budget(row)))
+            while any(own.sample.reason is None for own in rows) and call.number not in self._aborts:
                 if self._calls[0] == call.number:
                     self._step()
                 yield
+            keeps = self._keeps_cache and bool(call.names) and not call.pictures
         finally:
             self._calls.remove(call.number)
-            self._engine.abort_request(names)  # does nothing if all have finished
-            for name in names:
-                self._samples.pop(name, None)
+            self._end(call, rows, keeps=keeps)
+        samples = [own.sample for own in rows]
         return Generations(
             version,
-            [sample.tokens for sample in samples],
-            [sample.log_probs for sample in samples],
+            [own.sample.tokens[own.num_told :] for own in rows],
+            [own.sample.log_probs[own.num_told :] for own in rows],
             [sample.reason or "abort" for sample in samples],
             [sample.refusal for sample in samples] if any(sample.refusal for sample in samples) else [],
+            [own.sample.versions[own.num_told :] for own in rows] if any(own.is_begun for own in rows) else [],
+            [row for row, own in enumerate(rows) if own.is_in_place],
         )
+
+    def _begin(self, own: Row, prompt: dict[str, Any], sampling: Any) -> None:  # Any: of vLLM
+        if self._keeps_cache:  # blocks of weights before cannot be dropped while others of theirs are in use
+            prompt = {**prompt, "cache_salt": str(self._num_loads)}
+        try:
+            self._engine.add_request(own.request, prompt, sampling, lora_request=self._adapter)
+        except (ValueError, RuntimeError) as error:  # vLLM's checks of one request; nothing is computed yet
+            own.sample.reason, own.sample.refusal = "refused", str(error) or type(error).__name__
+
+    def _end(self, call: Generate, rows: Sequence[Row], *, keeps: bool) -> None:
+        """Take the rows of a call that is over from vLLM, but for those that are kept."""
+        if keeps and not self._calls:
+            self._pause()
+        held = {row for row, own in enumerate(rows) if keeps and own.sample.reason is None and own.sample.tokens}
+        self._drop([own.request for row, own in enumerate(rows) if row not in held])
+        replaced = [self._kept.keep(call, row, rows[row]) for row in sorted(held)]
+        self._drop([request for request in replaced if request is not None])
+
+    def _drop(self, requests: list[str]) -> None:
+        self._engine.abort_request(requests)  # does nothing of those that have finished
+        for request in requests:
+            self._samples.pop(request, None)
+
+    def _pause(self) -> None:
+        """Compute nothing until a call comes, and take the tokens that vLLM has computed."""
+        self._engine.sleep(level=0, mode="keep")
+        self._is_paused = True
+        # vLLM has no public API to tell what is on its way.
+        core = self._engine.engine_core
+        inner = getattr(core, "engine_core", None)  # in this process
+        while inner.batch_queue if inner is not None else not core.outputs_queue.empty():
+            self._step()
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._engine.wake_up(tags=["scheduling"])
+            self._is_paused = False
 
     def _step(self) -> None:
         """Run vLLM until it returns a few tokens of its samples."""
         for output in self._engine.step():
             sample = self._samples[output.request_id]
-            _check_read(output.request_id, output.prompt_token_ids, sample.prompt)
+            if not sample.tokens:
+                _check_read(output.request_id, output.prompt_token_ids, sample.prompt)
             (completion,) = output.outputs
             sample.tokens += completion.token_ids
             sample.log_probs += [
                 entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
             ]
+            sample.versions += [self._pushes.policy_version] * len(completion.token_ids)
             sample.reason = completion.finish_reason
+            sample.num_preempted = 0 if output.metrics is None else output.metrics.num_preemptions
 
     def _sampling(self, call: Generate, seed: int, max_tokens: int) -> Any:  # Any: vllm.SamplingParams
         return self._vllm.SamplingParams(
@@ -184,6 +223,8 @@ class EngineHost(WeightsHost):
     def _act_with(self, adapter: SentAdapter) -> int:
         folder, num_tensors = str(adapter.folder), len(adapter.tensors)
         request = self._vllm.lora.request.LoRARequest
+        if self._adapter is None:  # requests of before would go on without one
+            self._drop(self._kept.clear())
         self._engine.add_lora(request(_ADAPTER_NAME, _ADAPTER_ID, folder, load_inplace=True))
         results = self._engine.collective_rpc("unirl_adapter", args=(_ADAPTER_ID,))
         for num_acting, idle in results:
@@ -195,8 +236,11 @@ class EngineHost(WeightsHost):
         return results[0][0]
 
     def _forget_cached(self) -> None:
-        """Drop keys and values of the old weights. Raises WeightSyncError if vLLM keeps them."""
-        if not self._engine.reset_prefix_cache():
+        """Drop keys and values of the old weights, or see that only kept samples use them. Raises WeightSyncError if
+        vLLM keeps them otherwise."""
+        self._num_loads += 1
+        self._drop(self._kept.pushed())
+        if not len(self._kept) and not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache, which holds keys and values of the old policy")
         self._engine.reset_mm_cache()
         self._engine.reset_encoder_cache()
@@ -205,6 +249,8 @@ class EngineHost(WeightsHost):
 
     def _sleep(self, level: int) -> None:
         """After level 2 the weights must be pushed before the engine generates again."""
+        self._drop(self._kept.clear())
+        self._resume()
         self._engine.sleep(level=level)
         if level == 2:
             self._pushes.invalidate("its weights were dropped by sleep level 2")
