@@ -194,6 +194,21 @@ def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:
     assert not sent[0] and sent[1]
 
 
+def test_ranks_that_have_layers_together_each_compute_a_part_of_every_token() -> None:
+    words = ["worlds/arithmetic/grpo", "device=cuda", "batch_size=8", "sampling.max_new_tokens=200", "eval=null"]
+    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.tp=2"]
+    peaks, flops, summed = [], [], []
+    for more in ([], ["runtime=ray", "num_devices=2", *topology]):
+        done = rehearse(*words, *more)
+        assert done.returncode == 0, done.stderr
+        peaks.append(_peaks(done.stdout))
+        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+        summed.append(re.findall(r"collectives in train.* allreduce ([\d.]+) MB", done.stdout))
+    assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
+    assert 0.5 < peaks[1]["train"] / peaks[0]["train"] < 0.8  # hidden states are those of all tokens
+    assert not summed[0] and summed[1]
+
+
 def test_a_model_that_only_writes_makes_texts_of_full_length_too() -> None:
     done = rehearse("worlds/phrases/both", "policies.writer.trains=false", "batch_size=2", "device=cuda")
     assert done.returncode == 0, done.stderr

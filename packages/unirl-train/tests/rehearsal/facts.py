@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from unirl.rehearsal.blocks import Blocks
@@ -20,8 +21,9 @@ from unirl.rehearsal.device import join_group
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.repeats import Repeats
-from unirl.train.backend.wrap import checkpoint_activations
+from unirl.train.backend.wrap import checkpoint_activations, cut_linears
 from unirl.types.devices import PRETEND, building_on, empty_cache, has_values, is_accelerator
+from unirl.types.protocols.models import CutBlock
 
 HEADS, TOKENS, WIDTH = 8, 512, 64
 
@@ -193,13 +195,27 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)))) + shift, shift
 
 
-class Tower(nn.Module):
-    """Six of them."""
+class DividedLayer(nn.Module):
+    """One of which ranks have the products together."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        own = {name: each.to_local() for name, each in self.named_parameters() if isinstance(each, DTensor)}
+        normed = F.layer_norm(x, (64,), own["norm.weight"], own["norm.bias"])
+        made = F.gelu(F.linear(normed, own["up.weight"], own["up.bias"]))
+        return x + F.linear(made, own["down.weight"]) + shift, shift
+
+
+class Tower(nn.Module):
+    """Six of them."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
         self.begin = nn.Linear(64, 64)
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.layers = nn.ModuleList(layer() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         x, shift = self.begin(x), x.mean(1, keepdim=True)
@@ -211,18 +227,22 @@ class Tower(nn.Module):
 def blocks(mode: Rehearsal) -> dict[str, Any]:
     """Two steps of a sharded tower whose layers all run, and one of whose layers one of three runs; and a forward."""
     found: dict[str, Any] = {}
-    for kind in ("kept", "checkpointed"):
+    for kind in ("kept", "checkpointed", "divided"):
         for way in ("run", "repeated"):
             name = f"{kind} {way}"
             mode.enter_phase("other")
             gc.collect()  # cycles of the model before would be freed at any time
             with torch.device(PRETEND):
-                model = Tower()
+                model = Tower(DividedLayer if kind == "divided" else Layer)
             if kind == "checkpointed":
                 checkpoint_activations(list(model.layers))
-            mesh = init_device_mesh(PRETEND, (4,))
+            mesh = over = init_device_mesh(PRETEND, (4,))
+            if kind == "divided":
+                both = init_device_mesh(PRETEND, (2, 2), mesh_dim_names=("dp", "tp"))
+                over = both["dp"]
+                cut_linears([CutBlock(layer, ("up",), ("down",)) for layer in model.layers], both["tp"])
             for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=over)
             fully_shard(model, mesh=mesh)
             x = torch.randn(8, 128, 64, device=PRETEND, requires_grad=True)
             mode.enter_phase(name)

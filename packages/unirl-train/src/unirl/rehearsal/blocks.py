@@ -20,6 +20,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from unirl.rehearsal.repeats import Cost, Repeats, Shape, circumstances, replaced, shape_of
@@ -146,7 +147,12 @@ class Blocks:
         flat, _ = tree_flatten((args, kwargs))
         inputs = [flat[place] for place in _with_gradient(flat)]
         saved = [flat[place] for place in record.inputs]
-        named = {name: each for name, each in block.module.named_parameters() if each.requires_grad}
+        # A gradient of this rank's part becomes one of the DTensor.
+        named = {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in block.module.named_parameters()
+            if each.requires_grad
+        }
         shapes, spec = tree_flatten(record.results)
         made = [shape for shape in shapes if isinstance(shape, Shape)]
         names = [None] * len(inputs) + [*named]
