@@ -95,7 +95,7 @@ def read_order(path: Path, *, num_requests: int, per_rollout: int, max_staleness
         ) from error
     if cut:
         raise ConfigError(
-            f"{at} is of a run whose pushes cut calls short (schedule.on_push: retract), such as request {cut[0]}, "
+            f"{at} is of a run whose pushes cut calls short (schedule.on_push), such as request {cut[0]}, "
             "after as many tokens as there were. No run repeats that. Name the file of a run with on_push: finish."
         )
     before, sizes = 0, Counter[int]()
