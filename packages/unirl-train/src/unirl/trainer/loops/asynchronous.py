@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from unirl.distributed.held import Held
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import RequestOf, ScoredGroups
 from unirl.trainer.loops.calls import CallOrder, CutRequest
+from unirl.trainer.loops.flight import Flight
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics
-from unirl.trainer.loops.order import Begun, OrderLog, is_due, requests_of
+from unirl.trainer.loops.order import Begun, OrderLog, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
 from unirl.trainer.loops.slots import Slot, Slots, TooOld
 from unirl.trainer.settings import TrainerSettings
@@ -61,7 +60,7 @@ class AsyncTrainer(Trainer):
     ) -> None:
         super().__init__(settings, **parts)
         self._groups_per_request = groups_per_request or settings.batch_size
-        self._log, self._order, self._cuts_calls = log, order, cuts_calls
+        self._order, self._cuts_calls = order, cuts_calls
         self._gauges, self._threads = LoopGauges(), PartThreads()
         """`changed` of the threads guards what follows."""
         per_rollout = settings.batch_size // self._groups_per_request
@@ -69,12 +68,9 @@ class AsyncTrainer(Trainer):
         most = self._slots.capacity
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._threads.changed, order)
-        self._is_shared = False
-        """True if the engine takes several requests at once, whose calls begin as `_calls` says."""
+        self._flight = Flight(self._slots, self._calls, settings.num_rollouts, log, order)
         self._admitting = threading.Lock()
         """Held by the thread that asks for the next prompts."""
-        self._cut: deque[CutRequest[ScoredGroups]] = deque()
-        self._unscored: deque[tuple[Slot[ScoredGroups], Held]] = deque()
 
     def step(self, rollout_id: int) -> dict[str, float]:
         """Push, and train on the oldest rollout; returns its metrics."""
@@ -117,8 +113,8 @@ class AsyncTrainer(Trainer):
             left.require(self._groups_per_request)
             self._slots.start(self._done, first=left.oldest, ahead=left.ahead)
         self._gauges.start()
-        self._is_shared = self.collector.deal_by(self._calls)
-        generate = [self._generate_among_others] * self._requests_at_once if self._is_shared else [self._generate]
+        is_shared = self._flight.is_shared = self.collector.deal_by(self._calls)
+        generate = [self._generate_among_others] * self._requests_at_once if is_shared else [self._generate]
         self._threads.start([*(("engine", each) for each in generate), ("reward", self._score)])
         try:
             super()._loop()
@@ -128,8 +124,7 @@ class AsyncTrainer(Trainer):
             if self._cuts_calls and self._threads.failure is None:
                 self._cut_short()
             self._threads.join()
-            for left in (*self._slots.clear(), *(own for _, own in self._unscored), *(own.begun for own in self._cut)):
-                left.release()
+            self._flight.release()
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._hold_up("engine", "reward", before=done)
@@ -142,67 +137,48 @@ class AsyncTrainer(Trainer):
     # Threads of engine and reward ---------------------------------------------------------------------------------
 
     def _generate(self, activity: Activity) -> bool:
-        found = self._threads.next("engine", self._begun_or_admitted)
+        found = self._threads.next("engine", self._flight.begun_or_admitted)
         if found is None:
             return False
         slot, cut = found
         if cut is not None:
             slot.resumed = (*slot.resumed, self._slots.version)
-        self._note(slot)
+        self._flight.note(slot)
         with self._threads.request("engine", *self._during("engine", slot, activity)):
             req = self._asked(slot) if cut is None else cut.req
             resp = self.collector.made(req, None if cut is None else cut.begun)
         with self._threads.change():
             if resp.meta.num_unfinished:
-                self._cut.append(CutRequest(slot, req, resp))
+                self._flight.cut.append(CutRequest(slot, req, resp))
             else:
-                self._unscored.append((slot, resp))
+                self._flight.unscored.append((slot, resp))
         return True
-
-    def _begun_or_admitted(self) -> tuple[Slot[ScoredGroups], CutRequest[ScoredGroups] | None] | None:
-        if self._cut:
-            cut = self._cut.popleft()
-            return cut.slot, cut
-        slot = self._admitted()
-        return None if slot is None else (slot, None)
 
     def _generate_among_others(self, activity: Activity) -> bool:
         """As `_generate`, where other threads do the same: prompts are asked for in the order of the requests."""
         with self._admitting:
-            slot = self._threads.next("engine", self._admitted)
+            slot = self._threads.next("engine", self._flight.admitted)
             if slot is None:
                 return False
-            self._note(slot)
+            self._flight.note(slot)
             with self._threads.request("engine", *self._during("engine", slot, activity)):
                 req = slot.asked = slot.asked or self._asked(slot).replace(number=slot.number)
         busy, doing, about = self._during("engine", slot, activity)
         with busy, doing, about:
             resp = self.collector.made(req)
         if slot.made_by(self._calls.finish(slot.number)):
-            self._note(slot)
+            self._flight.note(slot)
         with self._threads.change():
-            self._unscored.append((slot, resp))
+            self._flight.unscored.append((slot, resp))
         return True
 
     def _asked(self, slot: Slot[ScoredGroups]) -> RolloutReq:
         own = RequestOf(slot.rollout, slot.number, skips=slot.num_skipped, mixes=self._slots.num_mixed)
         return self.collector.asked(own, self._groups_per_request)
 
-    def _note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
-        if self._log is not None:
-            self._log.begun(slot, trained)
-
-    def _admitted(self) -> Slot[ScoredGroups] | None:
-        slot = self._slots.admit(until=self._settings.num_rollouts) if self._is_next_due() else None
-        if slot is not None and self._is_shared:
-            self._calls.admit(slot.number)
-        return slot
-
-    def _is_next_due(self) -> bool:
-        return self._order is None or is_due(self._order, self._slots.next_request, self._slots.version)
-
     def _score(self, activity: Activity) -> bool:
-        item = self._threads.next("reward", lambda: self._unscored.popleft() if self._unscored else None)
+        unscored = self._flight.unscored
+        item = self._threads.next("reward", lambda: unscored.popleft() if unscored else None)
         if item is None:
             return False
         slot, resp = item
@@ -226,7 +202,7 @@ class AsyncTrainer(Trainer):
         begun = time.monotonic()
         if self._order is not None and self._slots.version < before:
             self._threads.wait(
-                "the requests of this version", lambda: not self._is_next_due() and self._calls.is_settled
+                "the requests of this version", lambda: not self._flight.is_next_due() and self._calls.is_settled
             )
         with self._threads.change():
             self._threads.hold_up(names)
@@ -246,5 +222,5 @@ class AsyncTrainer(Trainer):
         wanted = None if self._order is None else requests_of(self._order, rollout_id, self._slots.per_rollout)
         slots = self._threads.awaited("the requests of the oldest rollout", lambda: self._slots.oldest(wanted))
         for slot in (slot for slot in slots if slot.rollout != rollout_id):
-            self._note(slot, rollout_id)
+            self._flight.note(slot, rollout_id)
         return slots
