@@ -139,12 +139,12 @@ def test_as_many_groups_come_as_divide_over_devices_and_updates(tmp_path):
 
 def checkpointer(folder: Path) -> Checkpointer:
     backend = FSDPBackend(TinyBundle(), optimizer=OptimizerConfig(learning_rate=1e-2))
-    return Checkpointer(backend, str(folder / "checkpoints"), experience=folder / EXPERIENCE)
+    return Checkpointer(backend, str(folder / "checkpoints"), samples=folder)
 
 
 def save(kept: Kept, step: int) -> Any:
     state = json.loads(json.dumps(kept.experience.state_dict()))
-    checkpointer(kept.folder).save(step, {}, None, kept.experience.names)
+    checkpointer(kept.folder).save(step, {}, None, {EXPERIENCE: kept.experience.names})
     return state
 
 

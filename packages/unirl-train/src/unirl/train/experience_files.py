@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unirl.distributed.tensor.transport import outgoing
-from unirl.train.checkpoint.folder import finished_in, step_of
+from unirl.train.checkpoint.sample_files import files_of, link_files, saved_files
 from unirl.types.errors import CheckpointError
 from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -78,35 +77,19 @@ class ExperienceFiles:
     def restore(self, step: int, names: Sequence[str]) -> None:
         """Take what the newest checkpoint of `step` has kept under these names instead of what there is. Raises
         CheckpointError if it lacks something."""
-        found = [path / EXPERIENCE for path in finished_in(self._checkpoints) if step_of(path) == step]
-        if names and (not found or not all(files_of(found[-1], name) for name in names)):
+        found = saved_files(self._checkpoints, step, EXPERIENCE)
+        if names and (found is None or not all(files_of(found, name) for name in names)):
             raise CheckpointError(
                 f"the checkpoint of step {step} in {self._checkpoints} lacks samples that it has kept "
                 f"({', '.join(names[:3])}). Restore its folder {EXPERIENCE} from a copy, or resume with "
                 "schedule.experience: null, which trains on fresh samples alone."
             )
         shutil.rmtree(self._folder, ignore_errors=True)
-        if names:
-            link_files(found[-1], self._folder, names)
+        if found is not None and names:
+            link_files(found, self._folder, names)
 
     def _file(self, name: str, shard: int) -> Path:
         return self._folder / f"{name}-{shard:05d}.safetensors"
-
-
-def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of one rollout in a folder."""
-    return sorted(folder.glob(f"{name}-*.safetensors"))
-
-
-def link_files(source: Path, target: Path, names: Sequence[str]) -> None:
-    """Give a new folder the files of some rollouts: as further names of the same files, which no one changes, or as
-    copies where the file system has no such names."""
-    target.mkdir()
-    for path in (path for name in names for path in files_of(source, name)):
-        try:
-            os.link(path, target / path.name)
-        except OSError:
-            shutil.copy2(path, target / path.name)
 
 
 def _without_media(resp: RolloutResp) -> RolloutResp:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from unirl.train.checkpoint.saved import DRIVER_STATE
+from unirl.train.experience_files import EXPERIENCE
 from unirl.trainer.clock import TRAINING, PhaseClock
 from unirl.trainer.collector import Collector, ScoredRollout, Show
 from unirl.trainer.experience import Experience
@@ -190,9 +191,15 @@ class Trainer:
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        kept = {} if self._experience is None else {"experience": self._experience.state_dict()}
-        own = {**self.collector.state_dict(), **self._learner.state_dict(), **kept}
-        self._record.save(self._done, own, () if self._experience is None else self._experience.names)
+        state, files = self._samples()
+        own = {**self.collector.state_dict(), **self._learner.state_dict(), **state}
+        self._record.save(self._done, own, files)
+
+    def _samples(self) -> tuple[dict[str, Any], dict[str, Sequence[str]]]:
+        """State of samples that a checkpoint holds, and their files: folder of the run -> names."""
+        if self._experience is None:
+            return {}, {}
+        return {EXPERIENCE: self._experience.state_dict()}, {EXPERIENCE: self._experience.names}
 
     def _save_what_is_finished(self) -> None:
         """Save the rollouts before a failed one, as if that had not begun; does nothing if training failed."""
@@ -235,11 +242,11 @@ class Trainer:
             )
         self._learner.load_state_dict(state, changed=changed)
         self._record.load_state_dict(state, changes=changes)
-        if self._experience is not None and "experience" in state:
+        if self._experience is not None and EXPERIENCE in state:
             if changed:
                 logger.warning("kept samples are not trained on again: %s changed", ", ".join(sorted(changed)))
             else:
-                self._experience.load_state_dict(state["experience"], self._done)
+                self._experience.load_state_dict(state[EXPERIENCE], self._done)
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and data rows that differ from a checkpoint's."""

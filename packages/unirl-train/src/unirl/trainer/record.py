@@ -212,13 +212,15 @@ class RunRecord:
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, done: int, state: Mapping[str, Any], kept: Sequence[str] = ()) -> None:
-        """Save a checkpoint of the weights, with `state` of the other parts and the record's own, and the samples of
-        the rollouts `kept`."""
+    def save(self, done: int, state: Mapping[str, Any], kept: Mapping[str, Sequence[str]]) -> None:
+        """Save a checkpoint of the weights, with `state` of the other parts and the record's own, and samples.
+
+        kept: folder of the run -> names of its files, see `Checkpointer.save`.
+        """
         latest = self._evaluations.get(done)
         score = None if latest is None else latest["overall"].get(self._settings.best_metric)
         with self._clock.phase("checkpoint"):
-            self._checkpointer.save(done, {"next_rollout": done, **state, **self.state_dict()}, score, list(kept))
+            self._checkpointer.save(done, {"next_rollout": done, **state, **self.state_dict()}, score, dict(kept))
         self._saved_at = done
 
     def is_saved(self, done: int) -> bool:

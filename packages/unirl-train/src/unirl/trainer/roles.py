@@ -168,7 +168,11 @@ class CheckpointerRole(Protocol):
         ...
 
     def save(
-        self, step: int, driver_state: dict[str, Any], score: float | None = None, kept: Sequence[str] = ()
+        self,
+        step: int,
+        driver_state: dict[str, Any],
+        score: float | None = None,
+        kept: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # Any: JSON values
         """Write a checkpoint."""
         ...

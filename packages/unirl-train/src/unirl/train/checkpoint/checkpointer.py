@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unirl.train.checkpoint.folder import CheckpointFolder, unfinished_name
 from unirl.train.checkpoint.mirror import Copying, Mirror
 from unirl.train.checkpoint.ranks import Ranks
+from unirl.train.checkpoint.sample_files import link_files
 from unirl.train.checkpoint.saved import (
     Snapshot,
     restore,
@@ -19,7 +20,6 @@ from unirl.train.checkpoint.saved import (
     write_small_files,
     write_state,
 )
-from unirl.train.experience_files import EXPERIENCE, link_files
 from unirl.train.saved_policies import SavedState
 from unirl.types.errors import CheckpointError
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -38,7 +38,7 @@ class Checkpointer:
     (`unirl.train.checkpoint.saved`). `CheckpointFolder` says how one is written aside and which stay (keep_last,
     keep_best). is_async: `save` copies to host memory and returns; a thread writes.
     mirror: URL that rank 0 copies the checkpoints to meanwhile (`unirl.train.checkpoint.mirror`).
-    experience: folder of samples of past rollouts, which a checkpoint holds too, see `save`.
+    samples: folder whose folders have files of samples, which a checkpoint holds too, see `save`.
     Loading executes nothing that a checkpoint holds (`unirl.train.backend.state_reader`).
     Every method is called by the driver on all ranks. With the same number of ranks, resuming is bit-identical to
     never having stopped; other numbers resume too, without the generators of ranks that were not there.
@@ -53,11 +53,11 @@ class Checkpointer:
         keep_best: bool = True,
         is_async: bool = False,
         mirror: str | None = None,
-        experience: Path | None = None,
+        samples: Path | None = None,
     ) -> None:
         self._folder = CheckpointFolder(Path(folder), keep_last=keep_last, keep_best=keep_best)
         self._backend = backend
-        self._experience = experience
+        self._samples = samples
         self._is_async = is_async
         self._ranks = Ranks(self._folder.path)
         is_copied = mirror is not None and self._ranks.rank == 0
@@ -74,20 +74,24 @@ class Checkpointer:
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def save(
-        self, step: int, driver_state: dict[str, Any], score: float | None = None, kept: Sequence[str] = ()
+        self,
+        step: int,
+        driver_state: dict[str, Any],
+        score: float | None = None,
+        kept: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Save everything as of now under `step`. An earlier checkpoint of the same step is replaced.
 
         driver_state: JSON-able; comes back from `load` (tuples as lists). score: held-out evaluation, higher is
-        better; None if this step was not evaluated. kept: past rollouts whose samples the checkpoint holds; their files
-        in `experience` must stay until the next call. Raises ContractError for a driver state that is not JSON, and
-        CheckpointError if writing fails (async: from the next `save` or `wait`); other checkpoints are then not
-        touched.
+        better; None if this step was not evaluated. kept: folder of `samples` -> names of which the checkpoint holds
+        the files (`unirl.train.checkpoint.sample_files`), which must stay until the next call. Raises ContractError for
+        a driver state that is not JSON, and CheckpointError if writing fails (async: from the next `save` or `wait`);
+        other checkpoints are then not touched.
         """
         self._wait_for_write()
         num_ranks, is_copied = self._ranks.num_ranks, self._is_async
         snapshot = take_snapshot(
-            self._backend, step, driver_state, score, num_ranks=num_ranks, is_copied=is_copied, kept=kept
+            self._backend, step, driver_state, score, num_ranks=num_ranks, is_copied=is_copied, kept=kept or {}
         )
         if not self._is_async:
             self._write(snapshot)
@@ -127,8 +131,13 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Every stage ends with all ranks agreeing that it worked, so that none waits for one that failed."""
-        ranks, folder = self._ranks, self._folder
+        ranks, folder, samples = self._ranks, self._folder, self._samples or Path()
         temp = folder.path / ranks.same(unfinished_name(snapshot.step))
+
+        def link() -> None:
+            for name, kept in snapshot.kept.items():
+                if kept:
+                    link_files(samples / name, temp / name, kept)
 
         def finish() -> None:
             write_small_files(temp, snapshot)
@@ -138,9 +147,8 @@ class Checkpointer:
             ranks.stage(temp, lambda: ranks.on_rank_zero(lambda: folder.begin(temp)))
             ranks.stage(temp, lambda: write_rng(temp, snapshot, ranks))
             ranks.stage(temp, lambda: write_state(temp, snapshot, ranks))
-            if self._experience is not None and snapshot.kept:
-                source, kept = self._experience, snapshot.kept
-                ranks.stage(temp, lambda: ranks.on_rank_zero(lambda: link_files(source, temp / EXPERIENCE, kept)))
+            if self._samples is not None and any(snapshot.kept.values()):
+                ranks.stage(temp, lambda: ranks.on_rank_zero(link))
             ranks.stage(temp, lambda: ranks.on_rank_zero(finish))
             if self._copying is not None:
                 self._copying.begin()

@@ -44,8 +44,8 @@ class Snapshot:
     driver_state: str
     architecture: str
     facts: dict[str, Any]
-    kept: Sequence[str]
-    """Rollouts whose samples it holds, see `unirl.train.experience_files`."""
+    kept: Mapping[str, Sequence[str]]
+    """Folder -> names of the samples that it holds, see `unirl.train.checkpoint.sample_files`."""
 
 
 def take_snapshot(
@@ -56,7 +56,7 @@ def take_snapshot(
     *,
     num_ranks: int,
     is_copied: bool,
-    kept: Sequence[str] = (),
+    kept: Mapping[str, Sequence[str]],
 ) -> Snapshot:
     """Everything as of now. is_copied: to host memory; else tensors share memory with the backend.
 

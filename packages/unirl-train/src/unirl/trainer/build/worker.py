@@ -168,7 +168,7 @@ def _build_checkpointer(run: ComposedRun, policies: Mapping[str, BuiltPolicy], r
         keep_best=save.keep_best,
         is_async=save.is_async,
         mirror=save.mirror,
-        experience=Path(run_dir) / EXPERIENCE,
+        samples=Path(run_dir),
     )
 
 
