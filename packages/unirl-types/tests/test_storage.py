@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from unirl.types.conditions import (
 )
 from unirl.types.errors import ContractError, DataError
 from unirl.types.media import Audios, Embeddings, Images, Modality, Texts, Videos
+from unirl.types.messages import Message, ShownImage
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.segments import LatentSegment, SegmentStatus, TextSegment
@@ -240,11 +242,33 @@ class Other(Texts):
     """A container of another package."""
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"bytes", Path("x"), Other(), 1j, torch.zeros(2, dtype=torch.complex128)])
+@pytest.mark.parametrize("value", [{1, 2}, Path("x"), Other(), 1j, torch.zeros(2, dtype=torch.complex128)])
 def test_what_the_format_cannot_hold_is_refused_by_its_place(tmp_path, value):
     with pytest.raises(ContractError, match=r"req\.metadata\[0\]\['deep'\]\[1\]"):
         save_rollout(tmp_path / "a", RolloutResp(), holding({"deep": [0, value]}))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x00bytes",
+        list(range(-300, 300)),
+        [0.1 * number for number in range(300)] + [math.inf],
+        [number % 3 == 0 for number in range(300)],
+        [*range(300), 2**70],
+        [*range(300), True],
+        [*range(300), "text"],
+        [Message("user", "hello", (ShownImage(1, 2, b"\x01" * 6),))],
+    ],
+)
+def test_bytes_and_long_lists_come_back_with_their_kinds(tmp_path, value):
+    save_rollout(tmp_path / "a", RolloutResp(), holding({"deep": [0, value]}))
+    _, req = load_rollout(tmp_path / "a")
+    found = req.metadata[0]["deep"][1]
+    assert found == value and type(found) is type(value)
+    if isinstance(value, list):
+        assert [type(each) for each in found] == [type(each) for each in value]
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_nothing_aside(tmp_path, monkeypatch):
@@ -316,6 +340,8 @@ def test_a_changed_structure_is_found(tmp_path):
     [
         ({"$": "object", "type": "os.system", "fields": {}}, "os.system that cannot be rebuilt"),
         ({"$": "object", "type": "RolloutResp", "fields": {"evil": 1}}, "RolloutResp that cannot be rebuilt"),
+        ({"$": "bytes", "value": "!"}, "bytes that cannot be rebuilt"),
+        ({"$": "object", "type": "Turn", "fields": {"evil": 1}}, "Turn that cannot be rebuilt"),
         ({"$": "pickle", "value": ""}, "unknown tag 'pickle'"),
         ({"$": "tensor", "name": "t9"}, "tensor that cannot be rebuilt"),
         ([1], "holds list and NoneType instead of a response"),

@@ -1,7 +1,7 @@
 """Rollouts on disk: one safetensors file holds a response and, if wanted, the request that it answers.
 
-The header's metadata holds the structure as JSON, the body holds the tensors. Nothing is pickled: a file names only
-classes of the list below, so reading one never runs code that the file brought along.
+The header's metadata holds the structure as JSON, the body holds the tensors, and long lists of numbers. Nothing is
+pickled: a file names only classes of the lists below, so reading one never runs code that the file brought along.
 
     save_rollout("dump.safetensors", resp, req)
     resp, req = load_rollout("dump.safetensors")
@@ -9,8 +9,11 @@ classes of the list below, so reading one never runs code that the file brought 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -35,6 +38,7 @@ from unirl.types.conditions import (
 )
 from unirl.types.errors import ConfigError, ContractError, DataError
 from unirl.types.media import Audios, Embeddings, ImageLists, Images, Modality, SizedImages, Texts, Videos
+from unirl.types.messages import Message, ShownImage
 from unirl.types.reward import RewardRequest, RewardResponse
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import (
@@ -58,8 +62,19 @@ _CLASSES: dict[str, type] = {
         *(TextSegment, LatentSegment, SizedLatents, ActionSegment),
         *(DiffusionPlan, RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
         *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ActionSamplingParams, StagedSamplingParams),
+        *(Message, ShownImage),
     )
 }
+_CLASSES_ELSEWHERE = {
+    "BegunEpisode": "unirl.rollout.environments.begun",
+    "Episode": "unirl.rollout.turns.episodes",
+    "MalformedCall": "unirl.rollout.turns.calls",
+    "ToolCall": "unirl.rollout.turns.calls",
+    "Turn": "unirl.rollout.turns.calls",
+    "UnfinishedEpisode": "unirl.rollout.turns.episodes",
+    "Written": "unirl.rollout.turns.episodes",
+}
+"""Dataclass -> its module, which is imported when a file names it."""
 _ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (Modality, SegmentStatus)}
 
 _DTYPES = frozenset(
@@ -69,6 +84,10 @@ _DTYPES = frozenset(
 
 # safetensors refuses to read a header above 100 MB; the rest is for the tensors' own entries.
 _MAX_STRUCTURE_BYTES = 80_000_000
+
+_LONG_LIST = 256
+"""Numbers of a list that is stored as a tensor."""
+_NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 _TAG = "$"
 
@@ -92,6 +111,8 @@ class _Writer:
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "name": self._add(value, where)}
         if kind is list:
+            if (tensor := _as_tensor(value)) is not None:
+                return {_TAG: "numbers", "name": self._add(tensor, where)}
             return [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if kind in (tuple, torch.Size):
             items = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -106,7 +127,9 @@ class _Writer:
             }
         if _ENUMS.get(kind.__name__) is kind:
             return {_TAG: "enum", "type": kind.__name__, "name": value.name}
-        if _CLASSES.get(kind.__name__) is kind:
+        if kind is bytes:
+            return {_TAG: "bytes", "value": base64.b64encode(value).decode("ascii")}
+        if _CLASSES.get(kind.__name__) is kind or _CLASSES_ELSEWHERE.get(kind.__name__) == kind.__module__:
             return {
                 _TAG: "object",
                 "type": kind.__name__,
@@ -119,7 +142,7 @@ class _Writer:
         fix = " Call params.resolved(rollout_id) first." if where.endswith(".scheduler") else ""
         raise ContractError(
             f"{where} holds a {kind.__module__}.{kind.__qualname__}, which a stored rollout cannot hold; "
-            f"use None, bool, int, float, str, list, tuple, dict, tensors or the classes of unirl.types.{fix}"
+            f"use None, bool, int, float, str, bytes, list, tuple, dict, tensors or the classes of unirl.types.{fix}"
         )
 
     def _add(self, tensor: Tensor, where: str) -> str:
@@ -137,6 +160,19 @@ class _Writer:
         self._names[id(tensor)] = name
         self._sources.append(tensor)
         return name
+
+
+def _as_tensor(values: list[Any]) -> Tensor | None:
+    """A long list of numbers of one kind; None of any other."""
+    if len(values) < _LONG_LIST or type(values[0]) not in _NUMBERS:
+        return None
+    kind = type(values[0])
+    if any(type(value) is not kind for value in values):
+        return None
+    try:
+        return torch.tensor(values, dtype=_NUMBERS[kind])
+    except (OverflowError, ValueError):  # numbers beyond 64 bits
+        return None
 
 
 def save_rollout(path: str | os.PathLike[str], resp: RolloutResp, req: RolloutReq | None = None) -> None:
@@ -269,7 +305,7 @@ def _decode(value: Any, tensors: dict[str, Tensor], path: Path | str) -> Any:
         return value
     try:
         return _decode_tagged(value, tensors, path)
-    except (KeyError, TypeError, ContractError, ConfigError) as error:
+    except (KeyError, TypeError, ImportError, binascii.Error, ContractError, ConfigError) as error:
         what = value.get("type", value.get(_TAG))
         raise DataError(f"{path} holds a {what} that cannot be rebuilt: {error}") from error
 
@@ -280,6 +316,10 @@ def _decode_tagged(value: dict[str, Any], tensors: dict[str, Tensor], path: Path
             return float(value["value"])
         case "tensor":
             return tensors[value["name"]]
+        case "numbers":
+            return tensors[value["name"]].tolist()
+        case "bytes":
+            return base64.b64decode(value["value"], validate=True)
         case "tuple":
             return tuple(_decode(item, tensors, path) for item in value["items"])
         case "size":
@@ -301,4 +341,6 @@ def _built(name: str, fields: dict[str, Any]) -> Any:
         return StagedSamplingParams(stages={"text": fields["ar"], "image": fields["diffusion"]})
     if name == "RolloutReq":
         fields.pop("stage_config", None)
+    if name in _CLASSES_ELSEWHERE:
+        return getattr(importlib.import_module(_CLASSES_ELSEWHERE[name]), name)(**fields)
     return _CLASSES[name](**fields)
