@@ -12,6 +12,7 @@ from unirl.rollout.turns.engine import TurnsEngine
 from unirl.types.episodes import EPISODE
 from unirl.types.messages import Message
 from unirl.types.segments import SegmentStatus
+from unirl.types.storage import load_rollout, save_rollout
 
 
 class Sum(TextEnvironment):
@@ -83,7 +84,7 @@ CUTS = [(number, tokens) for number in range(3) for tokens in range(3)]
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(("environment", "elsewhere"), [(Sum, False), (Sum, True), (SavedSum, True)])
-def test_episodes_that_were_cut_anywhere_are_those_that_were_not(make, environment, elsewhere, stages):
+def test_episodes_that_were_cut_anywhere_are_those_that_were_not(make, environment, elsewhere, stages, tmp_path):
     whole = told(make(Sum())[0].generate(request(PROMPTS, PARAMS)))
     engine, inner = make(environment(), pipeline_stages=stages)
     other = make(environment(), pipeline_stages=stages) if elsewhere else (engine, inner)
@@ -97,7 +98,8 @@ def test_episodes_that_were_cut_anywhere_are_those_that_were_not(make, environme
         status = begun.root_track().segment.status
         assert ((status == SegmentStatus.ABORTED) == begun.root_track().is_unfinished).all()
         other[1].cut_at, other[1].version = None, 6
-        found = other[0].generate(req, None, pickle.loads(pickle.dumps(begun)))
+        save_rollout(tmp_path / "begun", begun)
+        found = other[0].generate(req, None, load_rollout(tmp_path / "begun")[0])
         assert told(found) == whole and not found.num_unfinished
         check_versions(begun.root_track(), found.root_track())
 
@@ -128,7 +130,7 @@ def test_an_episode_may_be_cut_again_and_again(make):
     assert versions[0] == [4, 5, 6, 6, 6, 7, 8, 8, 8, 9, 10], "a token per version; what is read has the one before"
 
 
-def test_what_no_other_process_can_continue_waits_where_it_began(make):
+def test_what_no_other_process_can_continue_waits_where_it_began_and_begins_again_elsewhere(make):
     engine, inner = make(KeptSum())
     whole = told(make(Sum())[0].generate(request(PROMPTS, PARAMS)))
     inner.cut_at, req = 1, request(PROMPTS, PARAMS)
@@ -136,9 +138,12 @@ def test_what_no_other_process_can_continue_waits_where_it_began(make):
     assert told(engine.generate(req, None, begun)) == whole
     inner.cut_at = len(inner.asked) + 1
     begun = pickle.dumps(engine.generate(req))
-    lost = make(KeptSum())[0].generate(req, None, pickle.loads(begun)).root_track()
-    assert [row[EPISODE]["end"] for row in lost.metadata] == ["failed", "failed", "answered"]
-    assert "KeptSum is neither deterministic nor resumable" in lost.metadata[0][EPISODE]["reason"]
+    other = make(KeptSum(), pipeline_stages=2)[0]
+    found = other.generate(req, None, pickle.loads(begun))
+    *parts, summaries, texts, counts = told(found)
+    assert counts.pop("begun_again") == [1.0, 1.0, 0.0]
+    assert [summary.pop("begun_again", None) for summary in summaries] == [1.0, 1.0, None]
+    assert (*parts, summaries, texts, counts) == whole
 
 
 def test_episodes_that_others_have_continued_are_forgotten_at_the_next_cut(make):

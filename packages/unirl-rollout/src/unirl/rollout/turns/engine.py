@@ -15,7 +15,7 @@ from unirl.rollout.environments.playing import ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
 from unirl.rollout.text_checks import prompt_conditions, text_params
 from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
-from unirl.rollout.turns.episodes import SECONDS, UNFINISHED, Episode, Written, next_request, track_of
+from unirl.rollout.turns.episodes import BEGUN_AGAIN, SECONDS, UNFINISHED, Episode, Written, next_request, track_of
 from unirl.rollout.turns.parts import Part, Parts
 from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
 from unirl.sde.noise import noise_seed
@@ -125,8 +125,9 @@ class TurnsEngine(BaseRolloutEngine):
     def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
         """One episode for every row of this rank's request. Every rank calls it.
 
-        begun: what an earlier call made of them before it was ended early (`ResumingEngine`). An episode whose next
-        turn the engine refuses has failed. Raises what the engine raises, RefusedError if it refuses all first turns,
+        begun: what an earlier call made of them before it was ended early (`ResumingEngine`); an episode that the
+        environment can neither continue nor restore begins again. One whose next turn the engine refuses has failed.
+        Raises what the engine raises, RefusedError if it refuses all first turns,
         and ConfigError if the environment does not start.
         """
         if self._is_given(req):
@@ -139,10 +140,10 @@ class TurnsEngine(BaseRolloutEngine):
         try:
             if begun is None:
                 track_name = ""
-                req, episodes, conditions = self._begun(req, params, names)
+                req, episodes, conditions = self._begun(req, params, dict(enumerate(names)))
             else:
                 track_name = begun.root_name()
-                req, episodes, conditions = self._resumed(req, begun.root_track(), names)
+                req, episodes, conditions = self._resumed(req, params, begun.root_track(), names)
             track_name = self._play(req, episodes, conditions, names, policy, track_name)
             left = {row: name for row, name in enumerate(names) if episodes[row].end is None}
             kept = self._parts.keep(left) if left else {}
@@ -160,24 +161,15 @@ class TurnsEngine(BaseRolloutEngine):
         return is_offline and any(map(brings_conversation, req.rows))
 
     def _begun(
-        self, req: RolloutReq, params: ARSamplingParams, names: Sequence[str]
+        self, req: RolloutReq, params: ARSamplingParams, rows: Mapping[int, str]
     ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
-        """The request with the prompts that the environment replaces, its episodes, and their conditions."""
-        texts = req.texts
-        shown = images_of_prompts(req)
-        known: dict[int, ShownImage] = {}
-        tasks: dict[str, tuple[Task, int]] = {}
-        for number, (name, row, group) in enumerate(zip(names, req.rows, req.group_ids, strict=True)):
-            # Episodes of a group begin equally.
-            seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
-            task = {**row, "prompt": texts[number]}
-            if shown is not None:
-                task["images"] = tuple(message_image(image, known) for image in shown.images[number])
-            tasks[name] = task, seed
-        opened, took_s = self._parts.reset(tasks)
+        """The request with the prompts that the environment replaces, its episodes, and their conditions. rows: places
+        of its samples in the call, with the names of the episodes."""
+        texts, shown = req.texts, images_of_prompts(req)
+        opened, took_s = self._parts.reset(_tasks(req, params, rows))
         if shown is None and self._shows_images:
-            shown = ImageLists(images=[[] for _ in names])
-        for place, name in enumerate(names):
+            shown = ImageLists(images=[[] for _ in texts])
+        for place, name in enumerate(rows.values()):
             first = opened[name]
             if not isinstance(first, Lost) and first:
                 texts[place] = first[0].content
@@ -186,17 +178,21 @@ class TurnsEngine(BaseRolloutEngine):
         given = {} if shown is None else {"image": shown}
         req = req.replace(primitives={**req.primitives, "text": Texts(texts=texts), **given})
         conditions = prompt_conditions(req, self._codec)
-        return req, self._episodes(conditions, texts, shown, [opened[name] for name in names], took_s), conditions
+        firsts = [opened[name] for name in rows.values()]
+        return req, self._episodes(conditions, texts, shown, firsts, took_s), conditions
 
     def _resumed(
-        self, req: RolloutReq, begun: RolloutTrack, names: Sequence[str]
+        self, req: RolloutReq, params: ARSamplingParams, begun: RolloutTrack, names: Sequence[str]
     ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
         """As `_begun`, of episodes that an earlier call has begun."""
         own = [(row or {})[UNFINISHED] for row in begun.metadata]
         episodes = [each.episode for each in own]
         todo = {row: (names[row], each.played) for row, each in enumerate(own) if each.played is not None}
-        for row, lost in self._parts.resume(todo).items():
-            episodes[row].fail(lost.reason)
+        if again := {row: names[row] for row in self._parts.resume(todo)}:
+            _, fresh, _ = self._begun(req.select(list(again)), params, again)
+            for row, episode in zip(again, fresh, strict=True):
+                episode.counts[BEGUN_AGAIN] = 1.0
+                episodes[row] = episode
         return req.replace(primitives=begun.primitives), episodes, begun.conditions
 
     def _episodes(
@@ -364,6 +360,20 @@ class TurnsEngine(BaseRolloutEngine):
         """The engine, and the processes of the environment."""
         self._parts.shutdown()
         self._engine.shutdown()
+
+
+def _tasks(req: RolloutReq, params: ARSamplingParams, rows: Mapping[int, str]) -> dict[int, tuple[str, Task, int]]:
+    """Row -> (name, task, seed) of each sample of a request. Episodes of a group begin equally."""
+    texts, shown = req.texts, images_of_prompts(req)
+    known: dict[int, ShownImage] = {}
+    tasks: dict[int, tuple[str, Task, int]] = {}
+    for place, (row, name) in enumerate(rows.items()):
+        seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, req.group_ids[place])}:environment")
+        task = {**req.rows[place], "prompt": texts[place]}
+        if shown is not None:
+            task["images"] = tuple(message_image(image, known) for image in shown.images[place])
+        tasks[row] = name, task, seed
+    return tasks
 
 
 def _tag_ids(codec: ConversationCodec, tags: Sequence[str]) -> tuple[int, int]:

@@ -25,6 +25,8 @@ from unirl.types.segments import SegmentStatus, TextSegment
 End = Literal["answered", "length", "turns", "tokens", "media", "environment", "failed"]
 SECONDS = "environment_s"
 """Count of the seconds that the environment took for a sample."""
+BEGUN_AGAIN = "begun_again"
+"""Count of the episodes that began again because no other process could continue them."""
 UNFINISHED = "unfinished episode"
 """Key of the metadata of a sample that can be continued (`RolloutTrack.is_unfinished`), and of those with it: an
 `UnfinishedEpisode`."""

@@ -65,13 +65,13 @@ class Parts:
         """The parts of a batch that begins."""
         return [Part(number) for number in range(len(self._workers))]
 
-    def reset(self, tasks: Mapping[str, tuple[Task, int]]) -> tuple[dict[str, Any], float]:  # Any: see Environment
-        """Begin the episodes of a batch: name -> (task, seed) in the order of its rows. Returns what each observes
-        first, or `Lost`, and the seconds that it took."""
+    def reset(self, tasks: Mapping[int, tuple[str, Task, int]]) -> tuple[dict[str, Any], float]:  # Any: see Environment
+        """Begin episodes: row -> (name, task, seed). Returns what each observes first, or `Lost`, by name, and the
+        seconds that it took."""
         started = time.perf_counter()
         cut: list[dict[str, tuple[Task, int]]] = [{} for _ in self._workers]
-        for row, (name, task) in enumerate(tasks.items()):
-            cut[row % len(cut)][name] = task
+        for row, (name, task, seed) in tasks.items():
+            cut[row % len(cut)][name] = task, seed
         opened: dict[str, Any] = {}
         for part in self._answering.map(_reset, self._workers, cut):
             opened.update(part)
@@ -93,13 +93,16 @@ class Parts:
         return {row: self._workers[self._waiting[name]].begun(name) for row, name in episodes.items()}
 
     def resume(self, begun: Mapping[int, tuple[str, BegunEpisode]]) -> dict[int, Lost]:
-        """Continue episodes: row -> (name, what `keep` gave). Those that do not wait here are restored; returns why the
-        others cannot be."""
+        """Continue episodes: row -> (name, what `keep` gave). Those that do not wait here are restored; returns why
+        some cannot be."""
         lost: dict[int, Lost] = {}
         for part, workers in enumerate(self._workers):
             own = {row: each for row, each in begun.items() if row % len(self._workers) == part}
-            missing = workers.resume({name: each for name, each in own.values() if self._waiting.get(name) != part})
-            lost.update({row: missing[name] for row, (name, _) in own.items() if name in missing})
+            missing = {name: each for name, each in own.values() if self._waiting.get(name) != part}
+            ways = {name: each.restoration(name, self._environment) for name, each in missing.items()}
+            gone = {name: way for name, way in ways.items() if isinstance(way, Lost)}
+            gone |= workers.resume({name: each for name, each in missing.items() if name not in gone})
+            lost.update({row: gone[name] for row, (name, _) in own.items() if name in gone})
         for name, _ in begun.values():
             self._waiting.pop(name, None)
         return lost
