@@ -75,6 +75,7 @@ from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
+from unirl.types.storage import load_rollout, save_rollout
 
 REPEATS = 8
 PROMPTS_PER_ENGINE, REQUESTS_PER_ROLLOUT, MAX_STALENESS = 4, 2, 2
@@ -213,6 +214,14 @@ class Store:
             each if isinstance(each, Rows) else self.rows(each, range(self.get(each).batch_size)) for each in picked
         ]
         return Rows(tuple(piece for each in whole for piece in each.pieces))
+
+    def write(self, stored: Sequence[Any], paths: Sequence[Path]) -> None:
+        for each, path in zip(stored, paths, strict=True):
+            save_rollout(path, self.get(each))
+
+    def read(self, paths: Sequence[Path]) -> list[tuple[RolloutResp, Reference]]:
+        found = [load_rollout(path)[0] for path in paths]
+        return [(value.metadata_only(), self.put(value)) for value in found]
 
 
 # Workers --------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def test_a_held_value_reaches_another_role_without_a_copy(runtime) -> None:
     assert held.fetch() is runtime.component("source").made[-1]
 
 
+def test_a_held_value_is_written_and_read_as_another_one(runtime, tmp_path) -> None:
+    with runtime.role("source").make(numbered(["1", "2"]), 2.0) as held:
+        held.write(tmp_path, "some")
+        with runtime.read([tmp_path / "some-00000.safetensors"]) as found:
+            assert found.fetch().equals(held.fetch()) and found.meta.equals(held.meta)
+            assert found.fetch() is not held.fetch()
+
+
 def test_a_released_value_is_refused_by_name(runtime) -> None:
     with runtime.role("source").make(numbered(["1"]), 1.0) as held:
         assert runtime.num_held() == 1

@@ -159,6 +159,22 @@ def test_a_response_of_the_driver_can_be_held(runtime) -> None:
         assert held.fetch().equals(resp)
 
 
+def test_held_values_are_written_where_they_lie_and_read_into_the_object_store(runtime, tmp_path) -> None:
+    with runtime.hold(grown(list("abcd"))) as held:
+        held.write(tmp_path, "of_workers")
+        landed = runtime.hold(grown(list("abcd"))).landed()
+        landed.write(tmp_path, "landed")
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [
+            f"{name}-0000{shard}.safetensors" for name in ("landed", "of_workers") for shard in range(2)
+        ]
+        for name in ("landed", "of_workers"):
+            with runtime.read(sorted(tmp_path.glob(f"{name}-*"))) as found:
+                assert found.is_landed and found.fetch().equals(held.fetch()) and found.meta.equals(held.meta)
+                with runtime.gather([(found, [3, 0])]) as some:
+                    assert some.fetch().equals(held.fetch().select([3, 0]))
+        landed.release()
+
+
 def test_samples_of_held_values_go_from_worker_to_worker(runtime) -> None:
     with runtime.hold(grown(list("abcd"))) as first, runtime.hold(grown(list("efgh"), offset=9.0)) as second:
         for sources in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from unirl.distributed.held import Held
@@ -69,6 +70,10 @@ class WorkerGroups(Runtime):
     def hold(self, value: Any) -> Held:  # Any: see Runtime
         """See Runtime; on the workers of `main`."""
         return self._main.hold(value)
+
+    def read(self, paths: Sequence[Path]) -> Held:
+        """See Runtime; in the store of `main`, from which it moves to whoever is called with it."""
+        return self._main.read(paths)
 
     @property
     def num_shards(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
@@ -42,6 +43,10 @@ class Holder(Protocol):
 
     def release(self, key: HeldKey) -> None:
         """Free a held value on every worker."""
+        ...
+
+    def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
+        """Write each shard of a held value to a file, where it lies."""
         ...
 
     def landed(self, held: Held) -> Held:
@@ -128,6 +133,12 @@ class Held:
     def refresh(self) -> None:
         """Read the metadata again after a role has changed the held value."""
         self._metas = self.map(_metadata)
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write every shard to the file `NAME-<shard>.safetensors` of a folder that all workers share, which
+        `Runtime.read` reads. Raises ContractError for what no file can hold (`unirl.types.storage`)."""
+        paths = [folder / f"{name}-{shard:05d}.safetensors" for shard in range(len(self._metas))]
+        self._runtime.write(self.key_for(self._runtime), paths)
 
     def fetch(self) -> Any:  # Any: the result type of the method collected by HOLD
         """Copy the whole value to this process, shards joined in order. Expensive; the workers keep their shares."""

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -25,6 +26,7 @@ from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Wor
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutResp
+from unirl.types.storage import load_rollout, save_rollout
 
 ResultT = TypeVar("ResultT")
 RoleT = TypeVar("RoleT")
@@ -64,6 +66,10 @@ def _check_chosen_once(sources: Sequence[tuple[Held, Sequence[int]]]) -> None:
     repeated = sorted(name for name, count in chosen.items() if count > 1)
     if repeated:
         raise ContractError(f"samples {repeated[:3]} are chosen more than once; every sample needs its own id")
+
+
+def _write(resp: RolloutResp, path: Path) -> None:
+    save_rollout(path, resp)
 
 
 class Role:
@@ -255,6 +261,20 @@ class Runtime(ABC):
         key = HeldKey(next(self._numbers))
         shards = scatter(value, self.num_shards)
         return Held(self, key, self._start_shards("hold", [(key, shard) for shard in shards])())
+
+    def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
+        """See `Held.write`; the first rank of each shard writes."""
+        ranks = shard_ranks(self._places())
+        self._invoke_all(
+            [(own[0], "map_held", (key, _write, (path,), False)) for own, path in zip(ranks, paths, strict=True)]
+        )
+
+    def read(self, paths: Sequence[Path]) -> Held:
+        """A value that `Held.write` has written, held where `Held.landed` would put it.
+
+        Raises FileNotFoundError for a missing file, and DataError for one that is damaged.
+        """
+        return self.hold(RolloutResp.concat([load_rollout(path)[0] for path in paths]))
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
         """A new held value with samples of others, split evenly over these workers. sources: (value, rows) in order.

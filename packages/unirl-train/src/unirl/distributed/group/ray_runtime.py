@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from unirl.distributed.busy_clock import BusyClock
@@ -255,6 +256,10 @@ class RayRuntime(Runtime):
         """See Runtime: as objects of the driver, which other workers fetch while these ones work. Needs Ray's objects
         as the plane."""
         return self._shelf.landing(held)
+
+    def read(self, paths: Sequence[Path]) -> Held:
+        """See Runtime: as objects of the driver."""
+        return self._shelf.read(HeldKey(next(self._numbers)), paths)
 
     def _assemble(self, calls: list[tuple[int, tuple[Any, ...], list[Any]]]) -> list[RolloutResp]:
         self._require_open()

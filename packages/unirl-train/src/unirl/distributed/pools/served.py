@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from unirl.distributed.dispatch import HeldKey, collected, num_samples
@@ -315,6 +316,10 @@ class ServedPool(Runtime):
         raise ContractError(
             f"members of the pool {self.name} hold nothing between calls; gather where it is trained on"
         )
+
+    def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
+        """See Runtime; from the store."""
+        self._shelf.write(key, paths)
 
     def release(self, key: HeldKey) -> None:
         """Forget a value."""

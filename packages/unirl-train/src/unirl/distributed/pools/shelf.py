@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from unirl.distributed.dispatch import HeldKey
@@ -28,6 +29,14 @@ class Store(Protocol):
 
     def joined(self, picked: Sequence[Any]) -> Any:  # Any: what `Runtime.pick_rows` of other groups gives
         """Rows of other groups as one argument of a member."""
+        ...
+
+    def write(self, stored: Sequence[Any], paths: Sequence[Path]) -> None:  # Any: the store's own
+        """Write each value to a file, where it lies. Raises ContractError for what no file can hold."""
+        ...
+
+    def read(self, paths: Sequence[Path]) -> list[tuple[RolloutResp, Any]]:  # Any: the store's own
+        """(metadata, stored value) of each file that `write` wrote. Raises as `load_rollout` of unirl.types.storage."""
         ...
 
 
@@ -66,6 +75,18 @@ class Shelf:
             results.append(function(value, *args))
             self._stored[key][shard] = self._store.put(value)
         return results
+
+    def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
+        """See `Held.write`."""
+        self._store.write(self._stored[key], paths)
+
+    def read(self, key: HeldKey, paths: Sequence[Path]) -> Held:
+        """A value that was written, under a new key."""
+        found = self._store.read(paths)
+        self.keep(key, [stored for _, stored in found])
+        held = Held(self, key, [meta for meta, _ in found])
+        held.is_landed = True
+        return held
 
     def gather(self, sources: Sequence[tuple[Held, Sequence[int]]]) -> Held:
         """Not of a store: the workers that train gather."""
