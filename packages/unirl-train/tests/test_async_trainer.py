@@ -31,6 +31,7 @@ from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.loops import part_threads
 from unirl.trainer.loops.asynchronous import AsyncTrainer
+from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight
 from unirl.trainer.loops.order import REQUESTS, OrderLog, read_order
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
@@ -154,6 +155,7 @@ class Made:
         too_old: Any = "wait",
         requests_at_once: int | None = None,
         cuts_calls: bool = False,
+        keeps_in_flight: bool = False,
         guardrails: GuardrailConfig = NO_ALARMS,
         **settings: Any,
     ) -> None:
@@ -175,10 +177,11 @@ class Made:
                 **self.sampling_parts(bundle.model, backend),
                 "stack": Seen(backend, algorithm, micro_batch_size=4),
                 "reward": BrightnessReward(fails, self.events),
-                "checkpointer": Checkpointer(backend, str(folder / "checkpoints"), keep_last=3),
+                "checkpointer": Checkpointer(backend, str(folder / "checkpoints"), keep_last=3, samples=folder),
             }
 
         self.runtime: Any = self.started(build)
+        folders = {"folder": folder / IN_FLIGHT, "checkpoints": folder / "checkpoints"}
         data = MultimodalRLDataSource(str(prompts), shuffle=False)
         options: dict[str, Any] = {"prompts": str(prompts), "num_samples": 4, "batch_size": 4, **(evaluation or {})}
         config = EvaluationConfig(**options)
@@ -194,6 +197,7 @@ class Made:
                 cuts_calls=cuts_calls,
                 log=OrderLog(folder / REQUESTS),
                 order=order,
+                in_flight=functools.partial(InFlight, self.runtime, **folders) if keeps_in_flight else None,
             )
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 4}
         self.trainer: Any = assemble(

@@ -265,7 +265,8 @@ def test_what_the_format_cannot_hold_is_refused_by_its_place(tmp_path, value):
 def test_bytes_and_long_lists_come_back_with_their_kinds(tmp_path, value):
     save_rollout(tmp_path / "a", RolloutResp(), holding({"deep": [0, value]}))
     _, req = load_rollout(tmp_path / "a")
-    found = req.metadata[0]["deep"][1]
+    assert req is not None
+    found = held_by(req)["deep"][1]
     assert found == value and type(found) is type(value)
     if isinstance(value, list):
         assert [type(each) for each in found] == [type(each) for each in value]

@@ -55,6 +55,8 @@ class Save:
     """Write in a thread while training continues."""
     best_metric: str = "reward"
     """Held-out mean that chooses the best checkpoint."""
+    in_flight: bool = True
+    """Hold samples in flight of an asynchronous run, which a resumed run then does not make again."""
     mirror: str | None = None
     """URL of fsspec, such as s3://bucket/my-run, for this run alone: its checkpoints are copied there while it trains,
     and `resume=auto` takes the newest from there where this machine has none as new."""

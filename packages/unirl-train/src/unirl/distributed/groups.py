@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.distributed.held import Held
+from unirl.distributed.pools.dealt import DealtRequests
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.running import LentPool, RunningPool, pool_metrics, scale_pools
 from unirl.distributed.pools.served import ServedPool
@@ -104,6 +105,10 @@ class WorkerGroups(Runtime):
         if not all(isinstance(runtime, ServedPool) for runtime in engines):
             return False
         return all([runtime.deal_by(gates) for runtime in engines])
+
+    @property
+    def dealt_requests(self) -> Sequence[DealtRequests]:
+        return [dealt for runtime in self._with_engines() for dealt in runtime.dealt_requests]
 
     def _with_engines(self) -> list[Runtime]:
         """The groups that generate."""

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar, overload
 from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_arguments, shard_ranks
 from unirl.distributed.exchange import Piece, plan_shards
 from unirl.distributed.held import Future, Held
+from unirl.distributed.pools.dealt import DealtRequests
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.running import LentPool, RunningPool, pool_metrics, scale_pools
 from unirl.distributed.spans import Span
@@ -349,6 +350,11 @@ class Runtime(ABC):
     def landed(self, held: Held) -> Held:
         """See `Held.landed`; here it stays where it is."""
         return held
+
+    @property
+    def dealt_requests(self) -> Sequence[DealtRequests]:
+        """What the calls of requests with a number have given so far, of each served pool with engines."""
+        return []
 
     def gauges(self) -> dict[str, float]:
         """What these workers did since the last call, for `pool_metrics` of a run with several pools."""

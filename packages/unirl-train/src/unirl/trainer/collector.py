@@ -104,6 +104,15 @@ class RequestOf:
 
 
 @dataclass(frozen=True)
+class AskedBefore:
+    """A request that an earlier run has asked for, so that it can be asked for again."""
+
+    state: Mapping[str, Any]  # Any: JSON
+    """State of the requests before it."""
+    prompt_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
 class LeftOver:
     """Requests that were overtaken where a run was saved."""
 
@@ -173,6 +182,8 @@ class Collector(Generic[ParamsT]):
         self._asking = threading.Lock()
         self._unfinished: dict[int, dict[str, Any]] = {}
         """State of the requests before each unfinished one, by its number."""
+        self._prompt_ids: dict[int, list[str]] = {}
+        """Ids of the prompts of each unfinished request."""
         self._ahead: set[int] = set()
         """Finished requests that are newer than an unfinished one."""
         self._prompts_per_request = settings.batch_size
@@ -213,7 +224,40 @@ class Collector(Generic[ParamsT]):
                     self._data.next(own.skips * num_prompts)
                 self._unfinished[own.number] = self._request_state()
                 rows = self._distinct(self._data.next(num_prompts), own)
+                self._prompt_ids[own.number] = [row.prompt_id for row in rows]
             return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts of a rollout."""
+        return self._settings.batch_size
+
+    def asked_before(self, number: int) -> AskedBefore:
+        """What `ask_again` needs for an unfinished request."""
+        return AskedBefore(self._unfinished[number], self._prompt_ids[number])
+
+    def ask_again(self, own: RequestOf, before: AskedBefore) -> RolloutReq:
+        """The request that an earlier run has asked for, which is unfinished again. Follow it by `load_asking`."""
+        with self._asking:
+            self._prompts_per_request = len(before.prompt_ids)
+            self._data.load_state_dict(before.state["data"])
+            self._unfinished[own.number] = {**before.state}
+            self._prompt_ids[own.number] = [*before.prompt_ids]
+            drawn = self._data.next(len(before.prompt_ids))
+            rows = [dataclasses.replace(r, prompt_id=name) for r, name in zip(drawn, before.prompt_ids, strict=True)]
+        return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
+
+    def asking_state(self) -> dict[str, Any]:  # Any: JSON
+        """State of asking behind all requests so far, refills too."""
+        with self._asking:
+            return {**self._request_state(), "asked": {str(number): ids for number, ids in self._asked.items()}}
+
+    def load_asking(self, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Go on asking where `asking_state` was taken."""
+        with self._asking:
+            self._data.load_state_dict(state["data"])
+            self._num_dropped_groups = state["num_dropped_groups"]
+            self._asked = {int(number): list(ids) for number, ids in state["asked"].items()}
 
     def made(self, req: RolloutReq, begun: Held | None = None) -> Held:
         """The samples of a request. Of requests with a number (`RolloutReq.number`) several may be made at once, each
@@ -223,7 +267,11 @@ class Collector(Generic[ParamsT]):
         """
         with self.engine_in_use if req.number is None else nullcontext(), self._clock.phase("rollout"):
             if begun is None:
-                return self._landed(self._engine.generate(req, policy=self.rollout_policy))
+                resp = self._landed(self._engine.generate(req, policy=self.rollout_policy))
+                if req.number is not None:
+                    for dealt in self._runtime.dealt_requests:
+                        dealt.forget(req.number)
+                return resp
             engine = self._runtime.role("engine", ResumingEngineRole)
             with begun:
                 return self._landed(engine.generate(req, policy=self.rollout_policy, begun=begun))
@@ -276,7 +324,7 @@ class Collector(Generic[ParamsT]):
         """Mark a rollout as trained on, so that its requests are not collected again."""
         with self._asking:
             for request in requests:
-                del self._unfinished[request]
+                del self._unfinished[request], self._prompt_ids[request]
             del self._untrained[rollout_id]
             oldest = min(self._unfinished, default=None)
             self._ahead = set() if oldest is None else {each for each in (*self._ahead, *requests) if each > oldest}

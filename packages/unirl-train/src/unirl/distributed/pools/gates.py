@@ -15,6 +15,10 @@ class Gates(Protocol):
         """The gate of the calls that a pool cuts a request into. Asked once per request and pool, before they begin."""
         ...
 
+    def taken(self, request: int) -> None:
+        """The pool has kept what an answered call gave."""
+        ...
+
     def add_pool(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever gates may have opened."""
         ...

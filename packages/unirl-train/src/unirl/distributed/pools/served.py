@@ -20,6 +20,7 @@ from unirl.distributed.dispatch import HeldKey, collected, num_samples
 from unirl.distributed.exchange import plan_shards
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.held import Future, Held
+from unirl.distributed.pools.dealt import Bounds, Dealt, DealtRequests
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
@@ -100,6 +101,7 @@ class ServedPool(Runtime):
         self._num_devices = num_devices
         self._rows_per_call = rows_per_call
         self._gates: Gates | None = None
+        self._dealt_requests = DealtRequests(name, store)
         self._shelf = Shelf(store)
         self._check_size(num_members)
         self._members = {number: make(number) for number in range(num_members)}
@@ -242,7 +244,8 @@ class ServedPool(Runtime):
         request = next((value for value in (*args, *kwargs.values()) if isinstance(value, RolloutReq)), None)
         if request is None:
             raise ContractError(f"{role}.{method} names no request to cut, so a served pool cannot deal it")
-        bounds = call_bounds(request.group_ids, self._target(request.batch_size))
+        dealt = self._begun(request)
+        bounds = dealt.bounds
         cut = [self._cut(value, bounds) for value in args]
         named = {name: self._cut(value, bounds) for name, value in kwargs.items()}
         asks = [
@@ -255,23 +258,41 @@ class ServedPool(Runtime):
             )
             for call in range(len(bounds))
         ]
-        gate = self._gate(request, len(asks))
+        if collect is not Collect.HOLD:
+            gate = self._gate(request, len(asks))
+            answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate))
+            return collected(collect, [answers[call] for call in range(len(asks))])
 
-        def go_on(call: int, answer: Any) -> Ask | None:  # Any: as the component's method
-            if collect is not Collect.HOLD or not answer[0].num_unfinished:
-                return None
-            kwargs = {**asks[call].kwargs, "begun": self._store.joined([answer[1]])}
+        def ask(call: int) -> Ask:
+            if call not in dealt.given:
+                return asks[call]
+            kwargs = {**asks[call].kwargs, "begun": self._store.joined([dealt.given[call][1]])}
             return dataclasses.replace(asks[call], kwargs=kwargs)
 
-        answers = dict(
-            self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate, go_on=go_on)
-        )
-        found = [answers[call] for call in range(len(asks))]
-        if collect is not Collect.HOLD:
-            return collected(collect, found)
+        def go_on(call: int, answer: tuple[RolloutResp, Any]) -> Ask | None:  # Any: the store's own
+            dealt.given[call] = answer
+            if self._gates is not None and request.number is not None:
+                self._gates.taken(request.number)
+            return ask(call) if answer[0].num_unfinished else None
+
+        if todo := dealt.unfinished:
+            gate = self._gate(request, len(asks))
+            for _ in self._pool.answers(todo, ask, lambda answer: answer, gate=gate, go_on=go_on):
+                pass
         key = HeldKey(next(self._numbers))
+        found = [dealt.given[call] for call in range(len(asks))]
         self._shelf.keep(key, [stored for _, stored in found])
         return Held(self, key, [meta for meta, _ in found])
+
+    def _begun(self, request: RolloutReq) -> Dealt:
+        def bounds() -> Bounds:
+            return call_bounds(request.group_ids, self._target(request.batch_size))
+
+        return Dealt(bounds()) if request.number is None else self._dealt_requests.begin(request.number, bounds)
+
+    @property
+    def dealt_requests(self) -> Sequence[DealtRequests]:
+        return [self._dealt_requests]
 
     def _target(self, num_rows: int) -> int:
         """Samples of a call at least, which must not depend on who lives."""
@@ -318,7 +339,6 @@ class ServedPool(Runtime):
         )
 
     def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
-        """See Runtime; from the store."""
         self._shelf.write(key, paths)
 
     def release(self, key: HeldKey) -> None:

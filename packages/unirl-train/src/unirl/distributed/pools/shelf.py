@@ -77,7 +77,6 @@ class Shelf:
         return results
 
     def write(self, key: HeldKey, paths: Sequence[Path]) -> None:
-        """See `Held.write`."""
         self._store.write(self._stored[key], paths)
 
     def read(self, key: HeldKey, paths: Sequence[Path]) -> Held:

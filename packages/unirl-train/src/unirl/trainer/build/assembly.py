@@ -28,6 +28,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.hybrid import Handover, HybridTrainer, Lending
+from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight
 from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
 from unirl.trainer.loops.pipelined import PipelinedTrainer
 from unirl.trainer.modality import Modality
@@ -171,6 +172,9 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path, runtime
         "too_old": schedule.too_old,
         "cuts_calls": schedule.on_push != "finish",
     }
+    if run.file.save.in_flight:
+        folders = {"folder": run_dir / IN_FLIGHT, "checkpoints": run_dir / "checkpoints"}
+        given["in_flight"] = functools.partial(InFlight, runtime, **folders)
     if schedule.kind == "hybrid":
         return functools.partial(HybridTrainer, lending=Lending(runtime.lent, _handover(run, runtime)), **given)
     return functools.partial(AsyncTrainer, **given)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from unirl.trainer.base import Trainer
@@ -24,6 +24,7 @@ from unirl.trainer.collector import RequestOf, ScoredGroups
 from unirl.trainer.loops.calls import CallOrder, CutRequest
 from unirl.trainer.loops.flight import Flight
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics
+from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight, State
 from unirl.trainer.loops.order import Begun, OrderLog, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
 from unirl.trainer.loops.slots import Slot, Slots, TooOld
@@ -39,6 +40,7 @@ class AsyncTrainer(Trainer):
     requests_at_once: of served pools, at most; None: all that have a slot. A repeated order takes what it needs.
     cuts_calls: a push does not wait for the calls that run: they end early, and go on after it.
     log, order: write down, and repeat, how requests and calls begin; see `unirl.trainer.loops.order`.
+    in_flight: makes what writes requests in flight into checkpoints; None: a resumed run makes them again.
     Other arguments: see `Trainer`. What a thread raises, the run raises.
     """
 
@@ -56,6 +58,7 @@ class AsyncTrainer(Trainer):
         cuts_calls: bool = False,
         log: OrderLog | None = None,
         order: Mapping[int, Begun] | None = None,
+        in_flight: Callable[..., InFlight] | None = None,
         **parts: Any,  # Any: as Trainer
     ) -> None:
         super().__init__(settings, **parts)
@@ -69,6 +72,9 @@ class AsyncTrainer(Trainer):
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._threads.changed, order)
         self._flight = Flight(self._slots, self._calls, settings.num_rollouts, log, order)
+        self._in_flight = None if in_flight is None else in_flight(collector=self.collector)
+        self._left: State | None = None
+        """Requests in flight of the run that is resumed."""
         self._admitting = threading.Lock()
         """Held by the thread that asks for the next prompts."""
 
@@ -114,6 +120,8 @@ class AsyncTrainer(Trainer):
             self._slots.start(self._done, first=left.oldest, ahead=left.ahead)
         self._gauges.start()
         is_shared = self._flight.is_shared = self.collector.deal_by(self._calls)
+        if self._in_flight is not None and self._left is not None:
+            self._in_flight.restore(self._done, self._left, self._flight)
         generate = [self._generate_among_others] * self._requests_at_once if is_shared else [self._generate]
         self._threads.start([*(("engine", each) for each in generate), ("reward", self._score)])
         try:
@@ -125,6 +133,20 @@ class AsyncTrainer(Trainer):
                 self._cut_short()
             self._threads.join()
             self._flight.release()
+
+    def _samples(self) -> tuple[dict[str, Any], dict[str, Sequence[str]]]:
+        state, files = super()._samples()
+        if self._in_flight is None or self._threads.is_over:
+            return state, files
+        self._hold_up("engine", "reward", before=self._done)
+        kept, flight = self._in_flight, self._flight
+        self._threads.wait("the answers of calls", lambda: self._calls.are_taken and kept.is_settled(flight))
+        own, name = kept.write(self._done, flight)
+        return {**state, IN_FLIGHT: own}, {**files, IN_FLIGHT: [name]}
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        super()._take_over(state)
+        self._left = None if self._changes_since(state) else state.get(IN_FLIGHT)
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._hold_up("engine", "reward", before=done)
@@ -145,11 +167,11 @@ class AsyncTrainer(Trainer):
             slot.resumed = (*slot.resumed, self._slots.version)
         self._flight.note(slot)
         with self._threads.request("engine", *self._during("engine", slot, activity)):
-            req = self._asked(slot) if cut is None else cut.req
+            req = slot.asked = slot.asked or self._asked(slot)
             resp = self.collector.made(req, None if cut is None else cut.begun)
         with self._threads.change():
             if resp.meta.num_unfinished:
-                self._flight.cut.append(CutRequest(slot, req, resp))
+                self._flight.cut.append(CutRequest(slot, resp))
             else:
                 self._flight.unscored.append((slot, resp))
         return True

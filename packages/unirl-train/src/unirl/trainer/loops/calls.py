@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from unirl.distributed.held import Held
 from unirl.trainer.loops.order import Begun
 from unirl.trainer.loops.slots import ItemT, Slot
 from unirl.types.errors import ConfigError
 from unirl.types.member_pool import Gate
-from unirl.types.rollout import RolloutReq
 
 
 class CallsEndedError(Exception):
@@ -24,7 +23,6 @@ class CutRequest(Generic[ItemT]):
     """A request that a push has cut short, where the engine takes one at a time."""
 
     slot: Slot[ItemT]
-    req: RolloutReq
     begun: Held
 
 
@@ -35,6 +33,8 @@ class _Calls:
     versions: dict[str, list[list[int]]] = field(default_factory=dict)
     """Pool -> versions with which each call began, and went on where a push had cut it short."""
     answered: set[tuple[str, int]] = field(default_factory=set)
+    restored: set[str] = field(default_factory=set)
+    """Pools whose calls an earlier run has begun."""
 
 
 class CallOrder:
@@ -53,14 +53,26 @@ class CallOrder:
         self._is_open = False
         self._is_over = False
         self._num_running = 0
+        self._num_untaken = 0
+        """Calls that are answered, and whose pool has not kept the answer."""
         self._requests: dict[int, _Calls] = {}
         self._wakes: list[Callable[[], None]] = []
 
     # What the loop says -------------------------------------------------------------------------------------------
 
-    def admit(self, request: int) -> None:
-        """A request has been admitted; its calls follow."""
-        self._requests[request] = _Calls()
+    def admit(self, request: int, begun: Mapping[str, Any] | None = None) -> None:  # Any: JSON
+        """A request has been admitted; its calls follow. begun: what `state` gave of it in an earlier run."""
+        own = _Calls()
+        if begun is not None:
+            own.versions = {pool: [list(call) for call in calls] for pool, calls in begun["versions"].items()}
+            own.answered = {(pool, call) for pool, call in begun["answered"]}
+            own.restored = set(own.versions)
+        self._requests[request] = own
+
+    def state(self, request: int) -> dict[str, Any]:  # Any: JSON
+        """With which versions the calls of a request began and went on, and which are answered."""
+        own = self._requests[request]
+        return {"versions": own.versions, "answered": sorted(own.answered)}
 
     def finish(self, request: int) -> dict[str, tuple[tuple[int, ...], ...]]:
         """A request is answered. Returns, by pool, the versions with which each of its calls began and went on."""
@@ -89,6 +101,11 @@ class CallOrder:
     def is_quiet(self) -> bool:
         """True while no call runs."""
         return not self._num_running
+
+    @property
+    def are_taken(self) -> bool:
+        """True if the pools have kept the answers of all calls that ran."""
+        return self.is_quiet and not self._num_untaken
 
     @property
     def is_settled(self) -> bool:
@@ -127,7 +144,12 @@ class CallOrder:
                     "schedule.groups_per_request as in the run that wrote it."
                 )
         with self._changed:
-            self._requests[request].versions[pool] = [[] for _ in range(num_calls)]
+            own = self._requests[request]
+            if pool in own.restored:
+                own.restored.remove(pool)
+            else:
+                own.versions[pool] = [[] for _ in range(num_calls)]
+            self._changed.notify_all()
         return _RequestGate(self, request, pool, due)
 
     def may_begin(self, due: int | None) -> bool:
@@ -147,11 +169,17 @@ class CallOrder:
         """A call is over."""
         with self._changed:
             self._num_running -= 1
+            self._num_untaken += is_answered
             own = self._requests.get(request)
             if own is not None and is_answered:
                 own.answered.add((pool, call))
             elif own is not None:
                 own.versions[pool][call].pop()
+            self._changed.notify_all()
+
+    def taken(self, request: int) -> None:
+        with self._changed:
+            self._num_untaken -= 1
             self._changed.notify_all()
 
     def check(self) -> None:

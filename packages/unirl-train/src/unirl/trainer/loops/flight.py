@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from unirl.distributed.held import Held
 from unirl.trainer.collector import ScoredGroups
@@ -30,6 +31,8 @@ class Flight:
     """True if the engine takes several requests at once, whose calls begin as `calls` says."""
     cut: deque[CutRequest[ScoredGroups]] = field(default_factory=deque)
     """Requests that a push has cut short, which go on first."""
+    asked: deque[tuple[Slot[ScoredGroups], Mapping[str, Any] | None]] = field(default_factory=deque)  # Any: JSON
+    """Requests that an earlier run has asked for, and what it said of their calls (`CallOrder.state`)."""
     unscored: deque[tuple[Slot[ScoredGroups], Held]] = field(default_factory=deque)
     """Samples without rewards."""
 
@@ -43,14 +46,28 @@ class Flight:
 
     def admitted(self) -> Slot[ScoredGroups] | None:
         """The slot of the next request, if there is one and its time has come."""
-        slot = self.slots.admit(until=self.until) if self.is_next_due() else None
+        begun = None
+        if self.asked:
+            slot, begun = self.asked.popleft()
+        else:
+            slot = self.slots.admit(until=self.until) if self.is_next_due() else None
         if slot is not None and self.is_shared:
-            self.calls.admit(slot.number)
+            self.calls.admit(slot.number, begun)
         return slot
 
     def is_next_due(self) -> bool:
         """True if an order that is repeated begins the next request with the present version, or there is none."""
         return self.order is None or is_due(self.order, self.slots.next_request, self.slots.version)
+
+    def calls_of(self, slot: Slot[ScoredGroups]) -> Mapping[str, Any] | None:  # Any: JSON
+        """`CallOrder.state` of a request that served pools are making, or have made a part of."""
+        waiting = [begun for own, begun in self.asked if own is slot]
+        return waiting[0] if waiting else self.calls.state(slot.number)
+
+    def is_parked(self, slot: Slot[ScoredGroups]) -> bool:
+        """True if a request is where it is between two parts of its way, and in no call."""
+        waiting = [*(own for own, _ in self.unscored), *(own.slot for own in self.cut), *(own for own, _ in self.asked)]
+        return slot.item is not None or slot in self.slots.dropped or any(own is slot for own in waiting)
 
     def note(self, slot: Slot[ScoredGroups], trained: int | None = None) -> None:
         """Write down how a request begins. trained: the rollout that it is trained on with, if that is not its own."""
@@ -62,4 +79,5 @@ class Flight:
         for left in (*self.slots.clear(), *(own for _, own in self.unscored), *(own.begun for own in self.cut)):
             left.release()
         self.unscored.clear()
+        self.asked.clear()
         self.cut.clear()

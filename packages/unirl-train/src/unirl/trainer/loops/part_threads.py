@@ -69,6 +69,11 @@ class PartThreads:
         """Let all parts begin again. Call it while `changed` is held."""
         self._held_up.clear()
 
+    @property
+    def is_over(self) -> bool:
+        """True after `end`."""
+        return self._is_over
+
     def are_idle(self, names: Sequence[str]) -> bool:
         """True if none of these parts is in a request."""
         return self._working.isdisjoint(names)

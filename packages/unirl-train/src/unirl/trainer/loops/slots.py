@@ -151,6 +151,24 @@ class Slots(Generic[ItemT]):
         self._slots.append(slot)
         return slot
 
+    @property
+    def dropped(self) -> Sequence[Slot[ItemT]]:
+        """Requests that were dropped, which are admitted again next."""
+        return self._again
+
+    @property
+    def untrained(self) -> list[Slot[ItemT]]:
+        """Requests that are neither trained on nor of the rollout that `oldest` gave, oldest first."""
+        return [slot for slot in self._slots if slot not in self._taken]
+
+    def restore(self, slot: Slot[ItemT]) -> None:
+        """Take a request back that an earlier run admitted: after `start`, in the order of their numbers. One that was
+        dropped is admitted again."""
+        self._next = slot.number + 1
+        self._slots.append(slot)
+        if slot.is_dropped:
+            self._again.append(slot)
+
     def oldest(self, wanted: Collection[int] | None = None) -> list[Slot[ItemT]] | None:
         """The requests of the next rollout, oldest first; None if they are not finished. Raises ContractError if one is
         too old.
