@@ -1,0 +1,96 @@
+"""Asynchronous runs that are stopped and resumed go on with what was in flight."""
+
+import json
+import shutil
+
+import pytest
+import stopping
+from small import SMALL
+from test_schedules import MACHINE, SMALL_TEXT
+
+from unirl.app.environment import register_resolvers
+from unirl.config.recipes import compose, resolve
+from unirl.trainer.loops.order import REQUESTS
+
+AHEAD = ["schedule.kind=async", "schedule.max_staleness=2", "save.interval=1", "save.keep_last=9"]
+PARTIAL = [
+    *("parts/engine=text_replica_cpu", *SMALL_TEXT, "num_rollouts=4", "stack.num_updates_per_batch=1"),
+    *("engine.forward_batch_size=1", "parts/correction=truncated", "schedule.on_push=retract", *AHEAD),
+]
+
+
+def run(run_dir, name, words, **how):
+    """Step -> metrics that do not measure the machine."""
+    register_resolvers()
+    _, records = stopping.run(resolve(compose(name, words)), run_dir, **how)
+    return {
+        step: {
+            key: value for key, value in stopping.comparable(own).items() if not any(part in key for part in MACHINE)
+        }
+        for step, own in records.items()
+    }
+
+
+def killed_after(run_dir, step):
+    """What is left of a run that was killed after it saved this step."""
+    left = run_dir.with_name(f"{run_dir.name}-killed")
+    shutil.copytree(run_dir, left)
+    for path in (left / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (left / "summary.json").unlink()
+    state = json.loads((left / "checkpoints" / f"step-{step:06d}" / "driver_state.json").read_text())
+    return left, state["in_flight"]["requests"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("worlds/shapes/replica", [*SMALL, "num_rollouts=5", "parts/correction=truncated_steps"]),
+        ("worlds/arithmetic/grpo", ["parts/engine=text_replica_cpu", *SMALL_TEXT, "parts/correction=truncated"]),
+    ],
+    ids=["images", "texts"],
+)
+def test_a_run_that_was_killed_has_the_bits_of_one_that_was_not(tmp_path, name, words):
+    words = [*words, *AHEAD, "schedule.groups_per_request=1", "num_rollouts=5"]
+    whole = run(tmp_path / "whole", name, words)
+    left, requests = killed_after(tmp_path / "whole", 2)
+    assert requests and {each["version"] for each in requests} <= {0, 1}
+    again = [*words, "resume=auto", f"schedule.replay={tmp_path / 'whole' / REQUESTS}"]
+    found = run(left, name, again)
+    for metrics in (found[3], whole[3]):
+        metrics.pop("sync/changed_tensors", None)  # the engine is new, and takes all
+    assert found == {step: metrics for step, metrics in whole.items() if step > 2}
+
+
+def test_episodes_that_were_cut_short_go_on_in_the_run_that_resumes(tmp_path):
+    whole = run(tmp_path / "whole", "worlds/tools/grpo", PARTIAL)
+    left, requests = killed_after(tmp_path / "whole", 2)
+    assert [each["stage"] for each in requests if each["stage"] == "begun"] == ["begun"]
+    found = run(left, "worlds/tools/grpo", [*PARTIAL, "resume=auto"])
+    assert found.keys() == {3, 4} and whole.keys() > found.keys()
+    lines = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
+    (begun,) = [each["number"] for each in requests if each["stage"] == "begun"]
+    assert [line["resumed"] for line in lines if line["request"] == begun and line.get("resumed")]
+    assert not any("rollout/begun_again" in key for key in found[3])
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("ray_of_two_cores")
+def test_calls_of_a_served_pool_go_on_in_the_run_that_resumes(tmp_path):
+    pools = "pools={train:{devices:0},rollout:{devices:0-1,served:true,samples_per_call:4},reward:{devices:1}}"
+    words = [*PARTIAL, "schedule.kind=hybrid", "runtime=ray", "num_devices=2", f"+{pools}"]
+    whole = run(tmp_path / "whole", "worlds/tools/grpo", words)
+    left, requests = killed_after(tmp_path / "whole", 2)
+    (begun,) = [each for each in requests if each["stage"] == "asked" and each["pools"]["rollout"][0]["calls"]]
+    ((leg, calls),) = [(leg, leg["calls"]) for leg in begun["pools"]["rollout"]]
+    name = f"step-000002-request-{begun['number']:06d}-rollout-0"
+    folder = left / "checkpoints" / "step-000002" / "in_flight"
+    assert sorted(path.name for path in folder.glob(f"{name}-*")) == [f"{name}-{c:05d}.safetensors" for c in calls]
+    found = run(left, "worlds/tools/grpo", [*words, "resume=auto"])
+    assert found.keys() == {3, 4} and whole.keys() > found.keys()
+    versions = begun["began"]["versions"]["rollout"]
+    last = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
+    (line,) = [line for line in last if line["request"] == begun["number"]][-1:]
+    kept = line.get("calls", {"rollout": [line["version"]] * len(leg["bounds"])})["rollout"]
+    assert [kept[call] for call in calls] == [versions[call][0] for call in calls]
