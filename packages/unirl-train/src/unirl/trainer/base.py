@@ -30,7 +30,7 @@ class Trainer:
     `unirl.trainer.build.assembly.make_trainer` joins the parts."""
 
     _takes_left_over: ClassVar[bool] = False
-    """True if the loop continues where requests were overtaken, see `Collector.left_over`."""
+    """True if the loop continues where requests were overtaken, see `Asking.left_over`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Trainer:
         if not self._record.is_saved(self._done):
             self._save()
         return self._record.finish(
-            self._done, is_complete=self._is_done(), num_dropped_groups=self.collector.num_dropped_groups
+            self._done, is_complete=self._is_done(), num_dropped_groups=self.collector.asking.num_dropped_groups
         )
 
     def prepare(self) -> None:
@@ -235,7 +235,7 @@ class Trainer:
             changed.add("track_advantages")
         self._done = int(state["next_rollout"])
         self.collector.load_state_dict(state, changed=changed)
-        if self.collector.left_over is not None and not self._takes_left_over:
+        if self.collector.asking.left_over is not None and not self._takes_left_over:
             raise CheckpointError(
                 "the checkpoint is of a schedule whose requests overtook others (schedule.window), which are still to "
                 "be trained on. Resume with schedule.kind: async."
@@ -252,5 +252,5 @@ class Trainer:
         """Settings and data rows that differ from a checkpoint's."""
         own = self._record
         changes = changed_settings(state["config"], own.config, state.get("digests"), own.digests)
-        before, now = state["data"].get("fingerprint"), self.collector.data_fingerprint
+        before, now = state["data"].get("fingerprint"), self.collector.asking.fingerprint
         return changes if before == now else {**changes, "data.fingerprint": [before, now]}

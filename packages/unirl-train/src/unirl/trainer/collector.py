@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import torch
@@ -22,15 +21,15 @@ from unirl.distributed.held import Held
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.runtime import Runtime
 from unirl.train.names import joined
+from unirl.trainer.asking import AskedBefore, Asking, RequestOf
 from unirl.trainer.balance import balanced_order
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
-from unirl.trainer.request import unique_ids
 from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, StackRole
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
-from unirl.types.errors import CheckpointError, ConfigError, RewardError
+from unirl.types.errors import ConfigError, RewardError
 from unirl.types.roles import Collect
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment
@@ -90,48 +89,6 @@ class ScoredPart:
     """As `ScoredGroups.gauges`."""
 
 
-@dataclass(frozen=True)
-class RequestOf:
-    """Which request of a run is asked for."""
-
-    rollout: int
-    number: int
-    """Requests are numbered in the order in which they take prompts."""
-    skips: int = 0
-    """Requests before it that are trained on already: their prompts are passed over."""
-    mixes: int = 0
-    """Earlier rollouts whose requests it may be trained on with, so that ids differ from theirs."""
-
-
-@dataclass(frozen=True)
-class AskedBefore:
-    """A request that an earlier run has asked for, so that it can be asked for again."""
-
-    state: Mapping[str, Any]  # Any: JSON
-    """State of the requests before it."""
-    prompt_ids: Sequence[str]
-
-
-@dataclass(frozen=True)
-class LeftOver:
-    """Requests that were overtaken where a run was saved."""
-
-    oldest: int
-    """The oldest request that is not trained on."""
-    ahead: Sequence[int]
-    """Later ones that are."""
-    prompts_per_request: int
-
-    def require(self, prompts_per_request: int) -> None:
-        """Raise CheckpointError if the run that resumes has requests of another size."""
-        if self.prompts_per_request != prompts_per_request:
-            raise CheckpointError(
-                f"the checkpoint has trained on requests of {self.prompts_per_request} prompts ahead of older ones, "
-                f"and this run has {prompts_per_request}. Resume with schedule.groups_per_request: "
-                f"{self.prompts_per_request}."
-            )
-
-
 class Collector(Generic[ParamsT]):
     """Makes rollouts. The driver moves ids and numbers; samples stay with the workers or move between them.
 
@@ -177,20 +134,8 @@ class Collector(Generic[ParamsT]):
         self._reward = runtime.role("reward", RewardRole)
         self._stack = runtime.role("stack", StackRole)
         self._collects_ahead = collects_ahead
-        self._num_dropped_groups = 0
+        self.asking = Asking(data)
         self.engine_in_use = threading.Lock()
-        self._asking = threading.Lock()
-        self._unfinished: dict[int, dict[str, Any]] = {}
-        """State of the requests before each unfinished one, by its number."""
-        self._prompt_ids: dict[int, list[str]] = {}
-        """Ids of the prompts of each unfinished request."""
-        self._ahead: set[int] = set()
-        """Finished requests that are newer than an unfinished one."""
-        self._prompts_per_request = settings.batch_size
-        self.left_over: LeftOver | None = None
-        """What a checkpoint says of overtaken requests; None: there were none."""
-        self._asked: dict[int, list[str]] = {}
-        """Rollout -> ids of the prompts that it was asked for; of the last ones."""
         self._untrained: dict[int, dict[str, Any]] = {}
         """State of the advantages before each unfinished rollout that has some."""
 
@@ -218,46 +163,11 @@ class Collector(Generic[ParamsT]):
     def asked(self, own: RequestOf, num_prompts: int) -> RolloutReq:
         """A request for the next prompts, of a rollout or a part of one."""
         with self._clock.phase("other"):
-            with self._asking:
-                self._prompts_per_request = num_prompts
-                if own.skips:
-                    self._data.next(own.skips * num_prompts)
-                self._unfinished[own.number] = self._request_state()
-                rows = self._distinct(self._data.next(num_prompts), own)
-                self._prompt_ids[own.number] = [row.prompt_id for row in rows]
-            return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
+            return self._request(self.asking.rows(own, num_prompts), own.rollout)
 
-    @property
-    def prompts_per_rollout(self) -> int:
-        """Prompts of a rollout."""
-        return self._settings.batch_size
-
-    def asked_before(self, number: int) -> AskedBefore:
-        """What `ask_again` needs for an unfinished request."""
-        return AskedBefore(self._unfinished[number], self._prompt_ids[number])
-
-    def ask_again(self, own: RequestOf, before: AskedBefore) -> RolloutReq:
-        """The request that an earlier run has asked for, which is unfinished again. Follow it by `load_asking`."""
-        with self._asking:
-            self._prompts_per_request = len(before.prompt_ids)
-            self._data.load_state_dict(before.state["data"])
-            self._unfinished[own.number] = {**before.state}
-            self._prompt_ids[own.number] = [*before.prompt_ids]
-            drawn = self._data.next(len(before.prompt_ids))
-            rows = [dataclasses.replace(r, prompt_id=name) for r, name in zip(drawn, before.prompt_ids, strict=True)]
-        return self._modality.request(self._runtime, rows, self._sampling, own.rollout)
-
-    def asking_state(self) -> dict[str, Any]:  # Any: JSON
-        """State of asking behind all requests so far, refills too."""
-        with self._asking:
-            return {**self._request_state(), "asked": {str(number): ids for number, ids in self._asked.items()}}
-
-    def load_asking(self, state: Mapping[str, Any]) -> None:  # Any: JSON
-        """Go on asking where `asking_state` was taken."""
-        with self._asking:
-            self._data.load_state_dict(state["data"])
-            self._num_dropped_groups = state["num_dropped_groups"]
-            self._asked = {int(number): list(ids) for number, ids in state["asked"].items()}
+    def asked_again(self, own: RequestOf, before: AskedBefore) -> RolloutReq:
+        """The request that an earlier run has asked for, see `Asking.again`."""
+        return self._request(self.asking.again(own, before), own.rollout)
 
     def made(self, req: RolloutReq, begun: Held | None = None) -> Held:
         """The samples of a request. Of requests with a number (`RolloutReq.number`) several may be made at once, each
@@ -322,25 +232,15 @@ class Collector(Generic[ParamsT]):
 
     def finished(self, rollout_id: int, requests: Sequence[int]) -> None:
         """Mark a rollout as trained on, so that its requests are not collected again."""
-        with self._asking:
-            for request in requests:
-                del self._unfinished[request], self._prompt_ids[request]
-            del self._untrained[rollout_id]
-            oldest = min(self._unfinished, default=None)
-            self._ahead = set() if oldest is None else {each for each in (*self._ahead, *requests) if each > oldest}
+        self.asking.finished(requests)
+        del self._untrained[rollout_id]
 
     def request(self, rollout_id: int, num_prompts: int) -> RolloutReq:
         """A request for the next prompts of the data, with everything pinned."""
-        return self._modality.request(self._runtime, self._data.next(num_prompts), self._sampling, rollout_id)
+        return self._request(self.asking.other_rows(num_prompts), rollout_id)
 
-    def _distinct(self, rows: Sequence[PromptRow], own: RequestOf) -> list[PromptRow]:
-        """Rows whose ids are unique among all requests of the rollout, as they are within one: data may begin again."""
-        oldest = own.rollout - own.mixes
-        self._asked = {rollout: ids for rollout, ids in self._asked.items() if rollout >= oldest}
-        known = [name for ids in self._asked.values() for name in ids]
-        found = unique_ids([*known, *(row.prompt_id for row in rows)])[len(known) :]
-        self._asked.setdefault(own.rollout, []).extend(row.prompt_id for row in rows)
-        return [dataclasses.replace(row, prompt_id=name) for row, name in zip(rows, found, strict=True)]
+    def _request(self, rows: Sequence[PromptRow], rollout_id: int) -> RolloutReq:
+        return self._modality.request(self._runtime, rows, self._sampling, rollout_id)
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
@@ -367,7 +267,7 @@ class Collector(Generic[ParamsT]):
             dropped = track.failed_groups | self._uninformative_groups(track)
             if not dropped:
                 return groups
-            self._num_dropped_groups += len(dropped)
+            self.asking.num_dropped_groups += len(dropped)
             if failed := len(track.failed_groups):
                 logger.warning("rollout %d: %d groups could not be scored and are replaced", rollout_id, failed)
             kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
@@ -414,7 +314,7 @@ class Collector(Generic[ParamsT]):
         while (num_groups * self._sampling.samples_per_prompt) % whole:
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
-        prefix = f"refill{self._num_dropped_groups}:"
+        prefix = f"refill{self.asking.num_dropped_groups}:"
         return fresh.replace(
             sample_ids=[prefix + name for name in fresh.sample_ids],
             group_ids=[prefix + name for name in fresh.group_ids],
@@ -455,7 +355,7 @@ class Collector(Generic[ParamsT]):
             **joined({name: own.metrics(progress) for name, own in self._track_advantages.items()}),
             **joined({name: count_metrics(track) for name, track in meta.tracks.items()}),
             **{f"reward/{name}": value for name, value in gauges.items()},
-            "reward/dropped_groups": float(self._num_dropped_groups),
+            "reward/dropped_groups": float(self.asking.num_dropped_groups),
         }
 
     def _advantages_of(self, track: str) -> Advantages:
@@ -497,52 +397,27 @@ class Collector(Generic[ParamsT]):
 
     # State ------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_dropped_groups(self) -> int:
-        """Groups replaced since the start of the run."""
-        return self._num_dropped_groups
-
-    @property
-    def data_fingerprint(self) -> object:
-        """Fingerprint of the data's rows; None if the source has none."""
-        return self._data.state_dict().get("fingerprint")
-
-    def _request_state(self) -> dict[str, Any]:
-        return {"data": self._data.state_dict(), "num_dropped_groups": self._num_dropped_groups}
-
     def _advantage_state(self) -> dict[str, Any]:
         own = {track: each.state_dict() for track, each in self._track_advantages.items()}
         return {"advantages": self._advantages.state_dict(), **({"track_advantages": own} if own else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """State of collecting, as it was before the oldest unfinished rollout."""
-        with self._asking:
-            asked, untrained = self._unfinished, self._untrained
-            return {
-                **(asked[min(asked)] if asked else self._request_state()),
-                **(untrained[min(untrained)] if untrained else self._advantage_state()),
-                **({"left_over": asdict(self._overtaken())} if self._ahead else {}),
-            }
-
-    def _overtaken(self) -> LeftOver:
-        return LeftOver(min(self._unfinished), sorted(self._ahead), self._prompts_per_request)
+        untrained = self._untrained
+        advantages = untrained[min(untrained)] if untrained else self._advantage_state()
+        return {**self.asking.state_dict(), **advantages}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
         """Restore `state_dict`; state about changed rows or rewards is reset.
 
         changed: sections of the recipe that differ from the saved run, and "track_advantages" if those of a stage do.
         """
-        if not changed & {"seed", "data"}:
-            self._data.load_state_dict(state["data"])
+        self.asking.load_state_dict(state, is_same_data=not changed & {"seed", "data"})
         if not changed & {"reward", "advantages"}:
             self._advantages.load_state_dict(state["advantages"])
         if not changed & {"reward", "track_advantages"}:
             for track, each in self._track_advantages.items():
                 each.load_state_dict(state["track_advantages"][track])
-        self._num_dropped_groups = state["num_dropped_groups"]
-        left = state.get("left_over")
-        self.left_over = None if left is None or changed & {"seed", "data"} else LeftOver(**left)
-        self._ahead = set() if self.left_over is None else set(self.left_over.ahead)
 
 
 def trained_tokens(resp: Held, track: str) -> Tensor:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from unirl.trainer.asking import RequestOf
 from unirl.trainer.base import Trainer
-from unirl.trainer.collector import RequestOf, ScoredGroups
+from unirl.trainer.collector import ScoredGroups
 from unirl.trainer.loops.calls import CallOrder, CutRequest
 from unirl.trainer.loops.flight import Flight
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics
@@ -72,7 +73,8 @@ class AsyncTrainer(Trainer):
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._threads.changed, order)
         self._flight = Flight(self._slots, self._calls, settings.num_rollouts, log, order)
-        self._in_flight = None if in_flight is None else in_flight(collector=self.collector)
+        own = {"collector": self.collector, "prompts_per_request": self._groups_per_request}
+        self._in_flight = None if in_flight is None else in_flight(**own)
         self._left: State | None = None
         """Requests in flight of the run that is resumed."""
         self._admitting = threading.Lock()
@@ -112,7 +114,7 @@ class AsyncTrainer(Trainer):
         return {**self._clock.step_metrics(), **self._record.pool_metrics(), **own}
 
     def _loop(self) -> None:
-        left = self.collector.left_over
+        left = self.collector.asking.left_over
         if left is None:
             self._slots.start(self._done)
         else:

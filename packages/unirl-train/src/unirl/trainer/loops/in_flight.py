@@ -16,7 +16,8 @@ from typing import Any, Literal
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
 from unirl.train.checkpoint.sample_files import files_of, saved_files
-from unirl.trainer.collector import AskedBefore, Collector, RequestOf, ScoredGroups
+from unirl.trainer.asking import AskedBefore, RequestOf
+from unirl.trainer.collector import Collector, ScoredGroups
 from unirl.trainer.loops.calls import CutRequest
 from unirl.trainer.loops.flight import Flight
 from unirl.trainer.loops.slots import Slot
@@ -35,12 +36,13 @@ State = Mapping[str, Any]  # Any: JSON
 class InFlight:
     """Writes requests in flight into a checkpoint, and takes them back.
 
-    collector: any. folder: of the files in the run directory, on a file system that all workers share. checkpoints: of
-    the run.
+    prompts_per_request: of this run. folder: of the files in the run directory, on a file system that all workers
+    share. checkpoints: of the run.
     """
 
     runtime: Runtime
     collector: Collector[Any]  # Any: parameters of the modality
+    prompts_per_request: int
     folder: Path
     checkpoints: Path
 
@@ -62,11 +64,11 @@ class InFlight:
         self._remove(name)
         requests = [self._written(slot, flight, f"{name}-request-{slot.number:06d}") for slot in flight.slots.untrained]
         self._remove_before(name)
-        state = {"name": name, "requests": requests, "next": self.collector.asking_state()}
+        state = {"name": name, "requests": requests, "next": self.collector.asking.present_state()}
         return state, name
 
     def _written(self, slot: Slot[ScoredGroups], flight: Flight, name: str) -> dict[str, Any]:  # Any: JSON
-        before = self.collector.asked_before(slot.number)
+        before = self.collector.asking.before(slot.number)
         own = {
             "number": slot.number,
             "version": slot.version,
@@ -137,16 +139,15 @@ class InFlight:
                 f"the checkpoint of step {step} in {self.checkpoints} lacks samples in flight ({error}). Restore its "
                 f"folder {IN_FLIGHT} from a copy, or resume with save.in_flight=false, which makes them again."
             ) from error
-        self.collector.load_asking(state["next"])
+        self.collector.asking.go_on(state["next"])
         shutil.rmtree(self.folder, ignore_errors=True)
         logger.info("%d requests in flight go on", len(requests))
 
     def _unfit(self, step: int, requests: Sequence[State], flight: Flight) -> str | None:
         """Why this run cannot go on with them; None if it can."""
         slots, size = flight.slots, {len(own["prompt_ids"]) for own in requests}
-        prompts = self.collector.prompts_per_rollout // slots.per_rollout
-        if size != {prompts}:
-            return f"they have {sorted(size)} prompts each, and requests of this run have {prompts}"
+        if size != {self.prompts_per_request}:
+            return f"they have {sorted(size)} prompts each, and requests of this run have {self.prompts_per_request}"
         if len(requests) > slots.capacity:
             return f"this run has {slots.capacity} in flight at most"
         oldest = step - min(own["version"] for own in requests)
@@ -169,7 +170,7 @@ class InFlight:
             resumed=list(own["resumed"]),
             is_dropped=own["is_dropped"],
         )
-        req = self.collector.ask_again(RequestOf(slot.rollout, number), AskedBefore(own["before"], own["prompt_ids"]))
+        req = self.collector.asked_again(RequestOf(slot.rollout, number), AskedBefore(own["before"], own["prompt_ids"]))
         slot.asked = req.replace(number=number) if flight.is_shared else req
         flight.slots.restore(slot)
         stage: Stage = own["stage"]
