@@ -395,3 +395,18 @@ def test_calls_that_a_push_cuts_short_go_on_with_any_member_and_every_sample_is_
     (line,) = [line for line in own.lines(tmp_path) if line["request"] == 1 and "resumed" in line]
     assert line["resumed"] == [1] and own.runtime.num_held() == 0
     assert own.notes.logged[2]["schedule/samples_resumed"] in ((3.0, 6.0, 9.0) if deadly else (9.0,))
+
+
+def test_calls_begin_in_the_order_of_the_requests_also_where_a_thread_is_slow(tmp_path: Path):
+    own = Served(tmp_path, 2, num_rollouts=4)
+    collector, begun = own.trainer.collector, list[int]()
+    made = collector.made
+
+    def slowly(req: RolloutReq, *begun_before: Any) -> Any:
+        time.sleep(0.2 if req.number in (0, 2) else 0.0)
+        return made(req, *begun_before)
+
+    collector.made = slowly
+    own.each_call(lambda member, req: begun.append(req.number))
+    own.trainer.run()
+    assert begun == sorted(begun) and len(begun) == 16

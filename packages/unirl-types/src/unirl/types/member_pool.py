@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import queue
 import threading
@@ -83,6 +84,15 @@ class Gate(Protocol):
     """Says when numbered calls may begin, and hears when they do. The pool asks it under a lock, so it calls no pool;
     whoever opens it calls `MemberPool.wake`."""
 
+    @property
+    def order(self) -> int:
+        """Calls of lower order begin first; those of equal order in the order in which they came."""
+        ...
+
+    def come(self) -> None:
+        """The calls are known to the pool. Called without the lock."""
+        ...
+
     def may_begin(self, number: int) -> bool:
         """True if the call could begin now."""
         ...
@@ -102,6 +112,11 @@ class Gate(Protocol):
 
 class OpenGate:
     """Lets every call begin. Implements Gate."""
+
+    order = 0
+
+    def come(self) -> None:
+        """No one waits for them."""
 
     def may_begin(self, number: int) -> bool:
         return True
@@ -211,7 +226,7 @@ class MemberPool(Generic[MemberT]):
         self._calls: Counter[MemberT] = Counter()
         """Calls that run."""
         self._callers: list[_Caller[MemberT]] = []
-        """Those who have calls to make, in the order in which they came."""
+        """Those who have calls to make, in their order."""
         self._starter = _Starter[MemberT](restore)
 
     @property
@@ -271,7 +286,8 @@ class MemberPool(Generic[MemberT]):
         """The answer to each of some numbered calls as it comes, with its number; every call has exactly one.
 
         A call goes to the member that is free first, of several to the one with the least to do. Those of a member
-        that dies go to the others. Where several threads ask, calls begin in the order in which the threads came.
+        that dies go to the others. Where several threads ask, calls begin in the order of the gates, and else in which
+        the threads came.
         at_once: calls that a member has at most, up to `MAX_AT_ONCE`. prepare: the message of a call, made here when
         a member is free. read: of an answer, in a thread, while the member's files are there. go_on: a message that
         continues a call whose answer is only a part, which then begins again, rather with the same member; None: it
@@ -283,8 +299,9 @@ class MemberPool(Generic[MemberT]):
         finished: deque[tuple[int, AnswerT]] = deque()
         own: _Caller[MemberT] = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
         with self._changing:
-            self._callers.append(own)
+            bisect.insort(self._callers, own, key=lambda caller: caller.gate.order)
         try:
+            gate.come()
             while own.todo or running or finished:
                 gate.check()
                 self._take_back_healed()

@@ -52,6 +52,8 @@ class CallOrder:
         self._version = 0
         self._is_open = False
         self._is_over = False
+        self._awaited: set[int] = set()
+        """Requests that were admitted, and whose first calls are not known to a pool. Later ones wait for them."""
         self._num_running = 0
         self._num_untaken = 0
         """Calls that are answered, and whose pool has not kept the answer."""
@@ -68,6 +70,7 @@ class CallOrder:
             own.answered = {(pool, call) for pool, call in begun["answered"]}
             own.restored = set(own.versions)
         self._requests[request] = own
+        self._awaited.add(request)
 
     def state(self, request: int) -> dict[str, Any]:  # Any: JSON
         """With which versions the calls of a request began and went on, and which are answered."""
@@ -78,7 +81,9 @@ class CallOrder:
         """A request is answered. Returns, by pool, the versions with which each of its calls began and went on."""
         with self._changed:
             versions = self._requests.pop(request).versions
+            self._awaited.discard(request)
             self._changed.notify_all()
+        self._wake()
         return {pool: tuple(tuple(call) for call in own) for pool, own in versions.items()}
 
     def open(self, version: int) -> None:
@@ -152,14 +157,21 @@ class CallOrder:
             self._changed.notify_all()
         return _RequestGate(self, request, pool, due)
 
-    def may_begin(self, due: int | None) -> bool:
+    def come(self, request: int) -> None:
+        """A pool knows the calls of a request."""
+        with self._changed:
+            self._awaited.discard(request)
+        self._wake()
+
+    def may_begin(self, request: int, due: int | None) -> bool:
         """True if a call could begin now. due: its version, if an order is repeated."""
-        return self._is_open and (due is None or due <= self._version)
+        is_next = not self._awaited or request <= min(self._awaited)
+        return self._is_open and is_next and (due is None or due <= self._version)
 
     def begin(self, request: int, pool: str, call: int, due: int | None) -> bool:
         """True if the call begins now, which is noted."""
         with self._changed:
-            if not self.may_begin(due):
+            if not self.may_begin(request, due):
                 return False
             self._num_running += 1
             self._requests[request].versions[pool][call].append(self._version)
@@ -201,8 +213,15 @@ class _RequestGate:
     def _due(self, number: int) -> int | None:
         return None if self.due is None else self.due[number]
 
+    @property
+    def order(self) -> int:
+        return self.request
+
+    def come(self) -> None:
+        self.calls.come(self.request)
+
     def may_begin(self, number: int) -> bool:
-        return self.calls.may_begin(self._due(number))
+        return self.calls.may_begin(self.request, self._due(number))
 
     def begin(self, number: int) -> bool:
         return self.calls.begin(self.request, self.pool, number, self._due(number))
