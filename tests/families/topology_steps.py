@@ -196,7 +196,9 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
     assert logp is not None
     share = len(ADVANTAGES) // backend.dp_size
     own = track.slice(backend.dp_rank * share, (backend.dp_rank + 1) * share)
-    stack = TrainStack(backend, {key: algorithm}, micro_batch_size=share, max_grad_norm=1.0)
+    # Of layers that ranks have together gradients of several micro-batches add up before they are reduced.
+    micro = share // 2 if topology.tp > 1 else share
+    stack = TrainStack(backend, {key: algorithm}, micro_batch_size=micro, max_grad_norm=1.0)
     stack.prepare()
     result = stack.train(RolloutResp(tracks={key: own}), progress=0.0)
     weights = {key: value.clone() for key, value in backend.weight_source.weights()}

@@ -97,6 +97,16 @@ def findings(name, *overrides):
         ),
         (
             TEXTS,
+            ["+backend.topology.tp=2", "backend._target_=unirl.train.backend.veomni.VeOmniBackend"],
+            "backend.topology.tp = 2 is not for VeOmniBackend, whose plan does not divide layers. Take unirl.train.",
+        ),
+        (
+            TEXTS,
+            ["+backend.topology.tp=2", "+pipeline.packed=false"],
+            "backend.topology.tp = 2 is proven with packed rows, and pipeline.packed: false pads them. Set it to null.",
+        ),
+        (
+            TEXTS,
             ["+backend.topology.tp=2", "batch_size=3", "sampling.samples_per_prompt=3"],
             "3 * 3 = 9 is not divisible by the 2 groups of topology.tp = 2 devices. Change one of: batch_size, ",
         ),
