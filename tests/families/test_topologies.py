@@ -193,10 +193,12 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
     assert all(torch.equal(value, loaded[key]) for key, value in ranks[0]["state"].items() if key != "counters")
 
 
-@pytest.mark.parametrize("case", ["ep2", "dp2-ep2"])
-def test_experts_are_pushed_by_the_names_of_the_checkpoint(case: str, runs: Runs) -> None:
-    expected = checkpoint_shapes(folder_of("qwen3_moe", runs.folders))
-    ranks = [rank["float32"]["qwen3_moe"] for rank in runs.of(case)]
+@pytest.mark.parametrize(
+    ("case", "name"), [("ep2", "qwen3_moe"), ("dp2-ep2", "qwen3_moe"), ("tp2", "qwen3"), ("dp2-tp2", "qwen3")]
+)
+def test_divided_weights_are_pushed_by_the_names_of_the_checkpoint(case: str, name: str, runs: Runs) -> None:
+    expected = checkpoint_shapes(folder_of(name, runs.folders))
+    ranks = [rank["float32"][name] for rank in runs.of(case)]
     for rank in ranks:
         assert {key: tuple(value.shape) for key, value in rank["weights"].items()} == expected
         whole = {key: torch.full_like(value, math.nan) for key, value in rank["weights"].items()}
