@@ -78,7 +78,10 @@ def attacked(python, code):
         said = f"error: {error}"
     took_s = time.monotonic() - started
     assert not of_sandboxes(), "processes are left"
-    assert set(os.listdir("/proc/self/fd")) == before, "files are left open"
+    deadline = time.monotonic() + 10
+    while left := set(os.listdir("/proc/self/fd")) - before:  # threads of other tests open some for a while
+        assert time.monotonic() < deadline, f"files are left open: {left}"
+        time.sleep(0.1)
     assert took_s < TIME_S + 3
     assert SECRET not in said
     assert len(said) < 17_000

@@ -76,12 +76,13 @@ def test_impossible_options_are_refused_with_their_values(make, message: str):
 
 
 def test_topologies_resolve_to_the_number_of_devices():
-    assert TrainTopology().resolved(8) == (1, 8, 1, 1)
-    assert TrainTopology(dp_replicate=2).resolved(8) == (2, 4, 1, 1)
-    assert TrainTopology(2, 4).resolved(8) == (2, 4, 1, 1)
-    assert TrainTopology(sp=4).resolved(8) == (1, 2, 4, 1)
-    assert TrainTopology(2, 2, 2).resolved(8) == (2, 2, 2, 1)
-    assert TrainTopology(2, ep=4).resolved(8) == (2, 4, 1, 4)
+    assert TrainTopology().resolved(8) == (1, 8, 1, 1, 1)
+    assert TrainTopology(dp_replicate=2).resolved(8) == (2, 4, 1, 1, 1)
+    assert TrainTopology(2, 4).resolved(8) == (2, 4, 1, 1, 1)
+    assert TrainTopology(sp=4).resolved(8) == (1, 2, 4, 1, 1)
+    assert TrainTopology(2, 2, 2).resolved(8) == (2, 2, 2, 1, 1)
+    assert TrainTopology(2, ep=4).resolved(8) == (2, 4, 1, 1, 4)
+    assert TrainTopology(2, tp=2).resolved(8) == (2, 2, 1, 2, 1)
 
 
 def test_neighbouring_ranks_share_samples():
