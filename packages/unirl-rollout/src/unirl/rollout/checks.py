@@ -64,7 +64,8 @@ def starting_latents(recipe: NoiseRecipe) -> Tensor:
 
 
 def step_noise_keys(req: RolloutReq) -> list[str]:
-    """Ids of the per-step noise: one per sample, even if samples share their initial noise."""
+    """What the draws of each sample are named after, of every step or token: one per sample, even if samples share
+    their initial noise."""
     return [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
 
 

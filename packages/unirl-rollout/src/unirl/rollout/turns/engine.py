@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.base import BaseRolloutEngine
 from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.begun import BegunEpisode, Lost
@@ -135,7 +136,7 @@ class TurnsEngine(BaseRolloutEngine):
         self._parts.require_players()
         self._is_aborted = False
         params = text_params(req)
-        names = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
+        names = step_noise_keys(req)
         kept: dict[int, BegunEpisode] = {}
         try:
             if begun is None:
@@ -364,12 +365,13 @@ class TurnsEngine(BaseRolloutEngine):
 
 def _tasks(req: RolloutReq, params: ARSamplingParams, rows: Mapping[int, str]) -> dict[int, tuple[str, Task, int]]:
     """Row -> (name, task, seed) of each sample of a request. Episodes of a group begin equally."""
-    texts, shown = req.texts, images_of_prompts(req)
+    shown = images_of_prompts(req)
     known: dict[int, ShownImage] = {}
     tasks: dict[int, tuple[str, Task, int]] = {}
-    for place, (row, name) in enumerate(rows.items()):
-        seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, req.group_ids[place])}:environment")
-        task = {**req.rows[place], "prompt": texts[place]}
+    samples = zip(rows.items(), req.rows, req.texts, req.group_ids, strict=True)
+    for place, ((row, name), metadata, text, group) in enumerate(samples):
+        seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
+        task = {**metadata, "prompt": text}
         if shown is not None:
             task["images"] = tuple(message_image(image, known) for image in shown.images[place])
         tasks[row] = name, task, seed

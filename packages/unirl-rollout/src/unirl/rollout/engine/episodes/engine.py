@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.environments.vector import Played, Seen, VectorEnvironment
 from unirl.sde.noise import noise_seed
@@ -22,7 +23,6 @@ from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Videos
-from unirl.types.noise import noise_key
 from unirl.types.protocols.hosting import HostingPool
 from unirl.types.protocols.models import ActionPipeline
 from unirl.types.protocols.training import ShardedPolicyStore
@@ -222,7 +222,7 @@ class EpisodesEngine(DirectSampling):
         return RolloutResp(tracks={self._track: track})
 
     def _played(self, req: RolloutReq, params: ActionSamplingParams) -> EpisodesLog:
-        keys = [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
+        keys = step_noise_keys(req)
         log, going = EpisodesLog(req.batch_size), list(range(req.batch_size))
         given = self._given(req)
         began = time.perf_counter()

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.replica.base import PushedSampling
-from unirl.rollout.engine.trainside.text import TrainsideTextEngine, noise_keys
+from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.kept_texts import KeptTexts
@@ -86,7 +87,8 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         begun, more = BegunTexts.of(req, self._pipeline.media_tokens), None
         self._continued = begun.continued(req.batch_size, ())
         if begun.rows:
-            own, keys = begun.prompts(conditions), [noise_keys(req)[row] for row in begun.rows]
+            all_keys = step_noise_keys(req)
+            own, keys = begun.prompts(conditions), [all_keys[row] for row in begun.rows]
             more = self._resuming.generate(
                 own,
                 params,

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.begun_texts import BegunTexts, mark_versions
 from unirl.rollout.engine.served_images import one_placeholder_each, shown_pictures
 from unirl.rollout.text_checks import text_params, verify_finished
@@ -17,7 +18,6 @@ from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, ContractError, RefusedError
 from unirl.types.media import Texts
-from unirl.types.noise import noise_key
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -132,7 +132,8 @@ def generation(
             "the request has images, but the engine's model names no image_token_id in its config.json: it reads text "
             "alone. Choose a vision-language model, or prompts without images."
         )
-    names = [noise_key(req.rollout_id, req.sample_ids[row]) for row in begun.rows]
+    all_names = step_noise_keys(req)
+    names = [all_names[row] for row in begun.rows]
     return Generate(
         number=number,
         prompts=prompt_tokens(begun.prompts(conditions)),

@@ -48,8 +48,8 @@ _VARIABLES = {
     "PYTHONUNBUFFERED": "1",
 }
 """The first keeps the tokens of prompts with images, which SGLang would otherwise decode and tokenise again. The second
-disables the cache of image embeddings, which SGLang does not clear after a push. The third is needed where the model's
-context and `_KEPT_TOKENS` exceed the model's."""
+disables the cache of image embeddings, which SGLang does not clear after a push. The third is needed where the
+context that samples may fill and `_KEPT_TOKENS` exceed what the model names."""
 _KEPT_TOKENS = 6
 """Tokens of its context that SGLang leaves unused: it takes prompts of at most so many less, also of texts that it
 continues, and ends samples two before the context."""

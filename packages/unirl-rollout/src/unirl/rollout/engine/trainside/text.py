@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.begun_texts import mark_versions
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.text_checks import prompt_conditions, text_params, verify_finished
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
-from unirl.types.noise import noise_key
 from unirl.types.protocols.models import AutoregressivePipeline
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -66,9 +66,4 @@ class TrainsideTextEngine(DirectSampling):
 
     def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
         """What the model writes; may add to the conditions what replays need."""
-        return self._pipeline.generate(conditions, params, noise_keys=noise_keys(req), any_rank=self._any_rank)
-
-
-def noise_keys(req: RolloutReq) -> list[str]:
-    """What seeds the draws of each sample."""
-    return [noise_key(req.rollout_id, sample) for sample in req.sample_ids]
+        return self._pipeline.generate(conditions, params, noise_keys=step_noise_keys(req), any_rank=self._any_rank)
