@@ -244,7 +244,8 @@ class ServedPool(Runtime):
         request = next((value for value in (*args, *kwargs.values()) if isinstance(value, RolloutReq)), None)
         if request is None:
             raise ContractError(f"{role}.{method} names no request to cut, so a served pool cannot deal it")
-        dealt = self._begun(request)
+        is_held = collect is Collect.HOLD
+        dealt = self._begun(request) if is_held else Dealt(self._bounds(request))
         bounds = dealt.bounds
         cut = [self._cut(value, bounds) for value in args]
         named = {name: self._cut(value, bounds) for name, value in kwargs.items()}
@@ -254,14 +255,10 @@ class ServedPool(Runtime):
                 method,
                 tuple(column[call] for column in cut),
                 {name: column[call] for name, column in named.items()},
-                is_stored=collect is Collect.HOLD,
+                is_stored=is_held,
             )
             for call in range(len(bounds))
         ]
-        if collect is not Collect.HOLD:
-            gate = self._gate(request, len(asks))
-            answers = dict(self._pool.answers(range(len(asks)), asks.__getitem__, lambda answer: answer, gate=gate))
-            return collected(collect, [answers[call] for call in range(len(asks))])
 
         def ask(call: int) -> Ask:
             if call not in dealt.given:
@@ -269,26 +266,30 @@ class ServedPool(Runtime):
             kwargs = {**asks[call].kwargs, "begun": self._store.joined([dealt.given[call][1]])}
             return dataclasses.replace(asks[call], kwargs=kwargs)
 
-        def go_on(call: int, answer: tuple[RolloutResp, Any]) -> Ask | None:  # Any: the store's own
+        def go_on(call: int, answer: Any) -> Ask | None:  # Any: as the component's method, or in the store
             dealt.given[call] = answer
             if self._gates is not None and request.number is not None:
                 self._gates.taken(request.number)
-            return ask(call) if answer[0].num_unfinished else None
+            return ask(call) if is_held and answer[0].num_unfinished else None
 
         if todo := dealt.unfinished:
             gate = self._gate(request, len(asks))
             for _ in self._pool.answers(todo, ask, lambda answer: answer, gate=gate, go_on=go_on):
                 pass
-        key = HeldKey(next(self._numbers))
         found = [dealt.given[call] for call in range(len(asks))]
+        if not is_held:
+            return collected(collect, found)
+        key = HeldKey(next(self._numbers))
         self._shelf.keep(key, [stored for _, stored in found])
         return Held(self, key, [meta for meta, _ in found])
 
     def _begun(self, request: RolloutReq) -> Dealt:
-        def bounds() -> Bounds:
-            return call_bounds(request.group_ids, self._target(request.batch_size))
+        if request.number is None:
+            return Dealt(self._bounds(request))
+        return self._dealt_requests.begin(request.number, lambda: self._bounds(request))
 
-        return Dealt(bounds()) if request.number is None else self._dealt_requests.begin(request.number, bounds)
+    def _bounds(self, request: RolloutReq) -> Bounds:
+        return call_bounds(request.group_ids, self._target(request.batch_size))
 
     @property
     def dealt_requests(self) -> Sequence[DealtRequests]:
