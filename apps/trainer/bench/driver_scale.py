@@ -55,7 +55,7 @@ from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.held import Held
 from unirl.distributed.pools.lent import LentMembers
 from unirl.distributed.pools.served import Ask, ServedPool
-from unirl.distributed.pools.shelf import Shelf
+from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span
 from unirl.distributed.tensor.transport import outgoing
@@ -75,7 +75,6 @@ from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
-from unirl.types.storage import load_rollout, save_rollout
 
 REPEATS = 8
 PROMPTS_PER_ENGINE, REQUESTS_PER_ROLLOUT, MAX_STALENESS = 4, 2, 2
@@ -194,8 +193,8 @@ class Rows:
         return RolloutResp.concat([OBJECTS[reference.number].select(rows) for reference, rows in self.pieces])
 
 
-class Store:
-    """Implements unirl.distributed.pools.shelf.Store."""
+class Objects(Store):
+    """References to OBJECTS."""
 
     def put(self, value: RolloutResp) -> Reference:
         return Reference(value)
@@ -214,14 +213,6 @@ class Store:
             each if isinstance(each, Rows) else self.rows(each, range(self.get(each).batch_size)) for each in picked
         ]
         return Rows(tuple(piece for each in whole for piece in each.pieces))
-
-    def write(self, stored: Sequence[Any], paths: Sequence[Path]) -> None:
-        for each, path in zip(stored, paths, strict=True):
-            save_rollout(path, self.get(each))
-
-    def read(self, paths: Sequence[Path]) -> list[tuple[RolloutResp, Reference]]:
-        found = [load_rollout(path)[0] for path in paths]
-        return [(value.metadata_only(), self.put(value)) for value in found]
 
 
 # Workers --------------------------------------------------------------------------------------------------------------
@@ -375,7 +366,7 @@ class Fleet(Runtime):
         super().__init__()
         self._wire, self._draw = wire, random.Random(num_workers)  # noqa: S311 - a simulation
         self._workers = [Worker(builder, WorkerContext(rank, num_workers, "cpu")) for rank in range(num_workers)]
-        self._shelf = Shelf(Store())
+        self._shelf = Shelf(Objects())
 
     def _infos(self) -> Mapping[str, ComponentInfo]:
         return self._workers[0].component_infos()
@@ -531,7 +522,7 @@ def steps_of(
         ]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         members = [Member(number, wire) for number in range(sizes.num_engines + sizes.num_even * lends)]
-        pool = ServedPool("engines", members.__getitem__, len(members), Store(), num_devices=len(members))
+        pool = ServedPool("engines", members.__getitem__, len(members), Objects(), num_devices=len(members))
         reward = Fleet(lambda context: {"reward": Reward()}, sizes.num_even, wire)
         train = Fleet(lambda context: {"stack": Stack(), "checkpointer": NoCheckpoints()}, sizes.num_even, wire)
         groups = WorkerGroups(

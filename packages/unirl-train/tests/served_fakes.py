@@ -2,19 +2,18 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.shelf import Store
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Worker, WorkerContext
 from unirl.types.errors import WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.storage import load_rollout, save_rollout
 
 
 class Drawer:
@@ -115,7 +114,7 @@ class LocalMember:
         self.is_alive = False
 
 
-class LocalStore:
+class LocalStore(Store):
     """Values of this process."""
 
     def put(self, value: RolloutResp) -> RolloutResp:
@@ -129,14 +128,6 @@ class LocalStore:
 
     def joined(self, picked: Sequence[RolloutResp]) -> RolloutResp:
         return RolloutResp.concat(list(picked))
-
-    def write(self, stored: Sequence[RolloutResp], paths: Sequence[Path]) -> None:
-        for each, path in zip(stored, paths, strict=True):
-            save_rollout(path, self.get(each))
-
-    def read(self, paths: Sequence[Path]) -> list[tuple[RolloutResp, RolloutResp]]:
-        found = [load_rollout(path)[0] for path in paths]
-        return [(value.metadata_only(), self.put(value)) for value in found]
 
 
 def pool_of(*members: LocalMember, rows: int | None = 4, start: int | None = None) -> ServedPool:

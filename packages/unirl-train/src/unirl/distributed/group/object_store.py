@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.distributed.group.framework import ray_module
+from unirl.distributed.pools.shelf import Store
 from unirl.distributed.tensor.transport import outgoing
 from unirl.distributed.worker import Openable
 from unirl.types.rollout import RolloutResp
@@ -31,8 +32,9 @@ class StoredRows:
         return parts[0] if len(parts) == 1 else RolloutResp.concat([outgoing(part) for part in parts])
 
 
-class ObjectStore:
-    """What members made, as objects of the driver: they outlive the worker that made them. Implements Store."""
+class ObjectStore(Store):
+    """What members made, as objects of the driver: they outlive the worker that made them. Files are written and read
+    by tasks, without passing through the driver."""
 
     def put(self, value: RolloutResp) -> Any:  # Any: Ray's reference
         return ray_module().put(outgoing(value))

@@ -10,10 +10,12 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.held import Held
 from unirl.types.errors import ContractError
 from unirl.types.rollout import RolloutResp
+from unirl.types.storage import load_rollout, save_rollout
 
 
 class Store(Protocol):
-    """Keeps what workers made where it outlives them."""
+    """Keeps what workers made where it outlives them. Files are written and read in this process, unless a store does
+    better."""
 
     def put(self, value: RolloutResp) -> Any:  # Any: the store's own
         """Keep a value of this process."""
@@ -32,12 +34,14 @@ class Store(Protocol):
         ...
 
     def write(self, stored: Sequence[Any], paths: Sequence[Path]) -> None:  # Any: the store's own
-        """Write each value to a file, where it lies. Raises ContractError for what no file can hold."""
-        ...
+        """Write each value to a file. Raises ContractError for what no file can hold."""
+        for each, path in zip(stored, paths, strict=True):
+            save_rollout(path, self.get(each))
 
     def read(self, paths: Sequence[Path]) -> list[tuple[RolloutResp, Any]]:  # Any: the store's own
         """(metadata, stored value) of each file that `write` wrote. Raises as `load_rollout` of unirl.types.storage."""
-        ...
+        found = [load_rollout(path)[0] for path in paths]
+        return [(value.metadata_only(), self.put(value)) for value in found]
 
 
 class Shelf:
