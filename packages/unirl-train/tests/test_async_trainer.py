@@ -21,6 +21,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.checkpoint.checkpointer import Checkpointer
+from unirl.train.checkpoint.sample_files import IN_FLIGHT
 from unirl.train.configs import OptimizerConfig
 from unirl.train.stack import TrainStack
 from unirl.trainer.base import Trainer
@@ -31,7 +32,7 @@ from unirl.trainer.evaluation import EvaluationConfig, Evaluator
 from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.loops import part_threads
 from unirl.trainer.loops.asynchronous import AsyncTrainer
-from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight
+from unirl.trainer.loops.in_flight import InFlight
 from unirl.trainer.loops.order import REQUESTS, OrderLog, read_order
 from unirl.trainer.roles import SyncRole
 from unirl.trainer.settings import TrainerSettings
@@ -197,7 +198,7 @@ class Made:
                 cuts_calls=cuts_calls,
                 log=OrderLog(folder / REQUESTS),
                 order=order,
-                in_flight=functools.partial(InFlight, self.runtime, **folders) if keeps_in_flight else None,
+                in_flight=functools.partial(InFlight, runtime=self.runtime, **folders) if keeps_in_flight else None,
             )
         defaults: dict[str, Any] = {"recipe": "fake", "seed": 3, "batch_size": 4, "num_rollouts": 4}
         self.trainer: Any = assemble(

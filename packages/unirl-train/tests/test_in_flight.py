@@ -12,7 +12,7 @@ from test_async_trainer import WAIT_S, Cut, CutEngine, Made, training
 from test_requests_at_once import CutServed, Served, at_random
 
 from unirl.train.backend.manifest import MANIFEST, read_manifest, write_manifest
-from unirl.trainer.loops.in_flight import IN_FLIGHT
+from unirl.train.checkpoint.sample_files import IN_FLIGHT
 from unirl.trainer.loops.order import REQUESTS, read_order
 from unirl.types.errors import CheckpointError
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -196,6 +196,20 @@ def test_a_run_that_cannot_go_on_with_them_makes_them_again_and_says_why(
         again.trainer.run(resume="auto")
     assert caplog.text.count("requests in flight of the checkpoint are made again") == 1
     assert re.search(message, caplog.text)
+    assert own.groups + again.groups == [[f"prompt:p{4 * r + i}" for i in range(4)] for r in range(4)]
+
+
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_a_run_that_does_not_take_them_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_staleness: int | None
+):
+    own = Made(tmp_path, 2, num_rollouts=4, keeps_in_flight=True)
+    stopped_after(own, 1)
+    own.trainer.run()
+    again = Made(tmp_path, max_staleness, num_rollouts=4)
+    with caplog.at_level(logging.WARNING):
+        again.trainer.run(resume="auto")
+    assert "requests in flight of the checkpoint are made again: this run does not take them" in caplog.text
     assert own.groups + again.groups == [[f"prompt:p{4 * r + i}" for i in range(4)] for r in range(4)]
 
 

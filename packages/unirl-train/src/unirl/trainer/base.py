@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from unirl.train.checkpoint.sample_files import IN_FLIGHT
 from unirl.train.checkpoint.saved import DRIVER_STATE
 from unirl.train.experience_files import EXPERIENCE
 from unirl.trainer.clock import TRAINING, PhaseClock
@@ -247,6 +248,15 @@ class Trainer:
                 logger.warning("kept samples are not trained on again: %s changed", ", ".join(sorted(changed)))
             else:
                 self._experience.load_state_dict(state[EXPERIENCE], self._done)
+        in_flight = state.get(IN_FLIGHT, {"requests": []})
+        if in_flight["requests"] and (changed or not self._goes_on(in_flight)):
+            why = f"{', '.join(sorted(changed))} changed" if changed else "this run does not take them"
+            num = len(in_flight["requests"])
+            logger.warning("the %d requests in flight of the checkpoint are made again: %s", num, why)
+
+    def _goes_on(self, in_flight: Mapping[str, Any]) -> bool:
+        """True if the run goes on with what was in flight of the one that it resumes; else it asks for it again."""
+        return False
 
     def _changes_since(self, state: Mapping[str, Any]) -> Changes:
         """Settings and data rows that differ from a checkpoint's."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from unirl.train.checkpoint.folder import finished_in, step_of
 
+IN_FLIGHT = "in_flight"
+"""Folder of what was in flight of an asynchronous run, and key of its state in a checkpoint."""
+
 
 def files_of(folder: Path, name: str) -> list[Path]:
     """The files of one name in a folder."""

@@ -19,6 +19,7 @@ from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import Runtime
 from unirl.tracking.base import Tracker
 from unirl.tracking.console import scorer_weights
+from unirl.train.checkpoint.sample_files import IN_FLIGHT
 from unirl.trainer.base import Trainer
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.collector import Collector
@@ -28,7 +29,7 @@ from unirl.trainer.guardrails import GuardrailConfig, Guardrails
 from unirl.trainer.learner import Learner
 from unirl.trainer.loops.asynchronous import AsyncTrainer
 from unirl.trainer.loops.hybrid import Handover, HybridTrainer, Lending
-from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight
+from unirl.trainer.loops.in_flight import InFlight
 from unirl.trainer.loops.order import REQUESTS, OrderLog, order_of
 from unirl.trainer.loops.pipelined import PipelinedTrainer
 from unirl.trainer.modality import Modality
@@ -174,7 +175,7 @@ def _loop_of(run: ComposedRun, settings: TrainerSettings, run_dir: Path, runtime
     }
     if run.file.save.in_flight:
         folders = {"folder": run_dir / IN_FLIGHT, "checkpoints": run_dir / "checkpoints"}
-        given["in_flight"] = functools.partial(InFlight, runtime, **folders)
+        given["in_flight"] = functools.partial(InFlight, runtime=runtime, **folders)
     if schedule.kind == "hybrid":
         return functools.partial(HybridTrainer, lending=Lending(runtime.lent, _handover(run, runtime)), **given)
     return functools.partial(AsyncTrainer, **given)

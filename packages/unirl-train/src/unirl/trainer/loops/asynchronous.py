@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from unirl.train.checkpoint.sample_files import IN_FLIGHT
 from unirl.trainer.asking import RequestOf
 from unirl.trainer.base import Trainer
 from unirl.trainer.collector import ScoredGroups
 from unirl.trainer.loops.calls import CallOrder, CutRequest
 from unirl.trainer.loops.flight import Flight
 from unirl.trainer.loops.gauges import LoopGauges, span_metrics
-from unirl.trainer.loops.in_flight import IN_FLIGHT, InFlight, State
+from unirl.trainer.loops.in_flight import InFlight, State
 from unirl.trainer.loops.order import Begun, OrderLog, requests_of
 from unirl.trainer.loops.part_threads import PartThreads
 from unirl.trainer.loops.slots import Slot, Slots, TooOld
@@ -73,8 +74,7 @@ class AsyncTrainer(Trainer):
         self._requests_at_once = most if order is not None else min(requests_at_once or most, most)
         self._calls = CallOrder(self._threads.changed, order)
         self._flight = Flight(self._slots, self._calls, settings.num_rollouts, log, order)
-        own = {"collector": self.collector, "prompts_per_request": self._groups_per_request}
-        self._in_flight = None if in_flight is None else in_flight(**own)
+        self._in_flight = None if in_flight is None else in_flight(self.collector, self._groups_per_request)
         self._left: State | None = None
         """Requests in flight of the run that is resumed."""
         self._admitting = threading.Lock()
@@ -143,12 +143,12 @@ class AsyncTrainer(Trainer):
         self._hold_up("engine", "reward", before=self._done)
         kept, flight = self._in_flight, self._flight
         self._threads.wait("the answers of calls", lambda: self._calls.are_taken and kept.is_settled(flight))
-        own, name = kept.write(self._done, flight)
-        return {**state, IN_FLIGHT: own}, {**files, IN_FLIGHT: [name]}
+        state[IN_FLIGHT], files[IN_FLIGHT] = kept.write(self._done, flight)
+        return state, files
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
-        super()._take_over(state)
-        self._left = None if self._changes_since(state) else state.get(IN_FLIGHT)
+    def _goes_on(self, in_flight: Mapping[str, Any]) -> bool:
+        self._left = None if self._in_flight is None else in_flight
+        return self._left is not None
 
     def _evaluate(self, done: int) -> dict[str, float]:
         self._hold_up("engine", "reward", before=done)

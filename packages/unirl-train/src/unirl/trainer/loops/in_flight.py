@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import Runtime
-from unirl.train.checkpoint.sample_files import files_of, saved_files
+from unirl.train.checkpoint.sample_files import IN_FLIGHT, files_of, saved_files
 from unirl.trainer.asking import AskedBefore, RequestOf
 from unirl.trainer.collector import Collector, ScoredGroups
 from unirl.trainer.loops.calls import CutRequest
@@ -25,8 +25,6 @@ from unirl.types.errors import CheckpointError, ContractError
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = "in_flight"
-"""Folder of the files in a run directory, and in a checkpoint."""
 Stage = Literal["scored", "made", "begun", "asked"]
 """How far a request is: with rewards, without, cut short by a push, or in the calls of served pools."""
 State = Mapping[str, Any]  # Any: JSON
@@ -40,9 +38,9 @@ class InFlight:
     share. checkpoints: of the run.
     """
 
-    runtime: Runtime
     collector: Collector[Any]  # Any: parameters of the modality
     prompts_per_request: int
+    runtime: Runtime
     folder: Path
     checkpoints: Path
 
@@ -56,8 +54,8 @@ class InFlight:
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def write(self, step: int, flight: Flight) -> tuple[dict[str, Any], str]:  # Any: JSON
-        """Write all requests of `flight`, while no part works at any. Returns their state, for `restore`, and the name
+    def write(self, step: int, flight: Flight) -> tuple[dict[str, Any], list[str]]:  # Any: JSON
+        """Write all requests of `flight`, while no part works at any. Returns their state, for `restore`, and the names
         of their files. What no file can hold is asked for again by the run that resumes, which a warning says."""
         name = f"step-{step:06d}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +63,7 @@ class InFlight:
         requests = [self._written(slot, flight, f"{name}-request-{slot.number:06d}") for slot in flight.slots.untrained]
         self._remove_before(name)
         state = {"name": name, "requests": requests, "next": self.collector.asking.present_state()}
-        return state, name
+        return state, [name]
 
     def _written(self, slot: Slot[ScoredGroups], flight: Flight, name: str) -> dict[str, Any]:  # Any: JSON
         before = self.collector.asking.before(slot.number)
