@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from unirl.types.hub import is_hub_id
 from unirl.types.recipe import Machine, Messages, Part, Run
+
+FoundT = TypeVar("FoundT")
 
 
 def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
@@ -32,13 +36,10 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
 def experts_divide(own: Part, run: Run) -> Messages:
     """Ranks divide the experts of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size, file = policy.ranks_of_experts, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    size, file = policy.ranks_of_experts, _config_file(own)
     if size == 1 or not own.ability("spreads_experts"):
         return
-    try:
-        found = _experts_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return  # the model says so before its weights are read
+    found = _read(file, _experts_of)
     if found is not None and found % size:
         yield sharing_problem(f"{policy.backend.at}.topology.ep", size, found, "experts", str(file))
 
@@ -46,35 +47,24 @@ def experts_divide(own: Part, run: Run) -> Messages:
 def heads_of_texts_divide(own: Part, run: Run) -> Messages:
     """Ranks that share texts divide the attention heads of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size, file = policy.ranks_of_tokens, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    size, file = policy.ranks_of_tokens, _config_file(own)
     if size == 1 or not own.ability("spreads_tokens") or own.ability("index_file") != file.name:
         return
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        heads = int(config["num_attention_heads"])
-        problem = heads_problem(
-            f"{policy.backend.at}.topology.sp", size, heads, int(config.get("num_key_value_heads") or heads), str(file)
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # the model says so before its weights are read
-    if problem is not None:
+    found = _read(file, _heads_of)
+    problem = found and heads_problem(f"{policy.backend.at}.topology.sp", size, *found, str(file))
+    if problem:
         yield problem
 
 
 def layers_divide(own: Part, run: Run) -> Messages:
     """Ranks that have layers together divide the heads and the MLP of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size, file = policy.ranks_of_layers, Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+    size, file = policy.ranks_of_layers, _config_file(own)
     if size == 1 or not own.ability("cuts_layers"):
         return
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
-        key_heads = int(config.get("num_key_value_heads") or heads)
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # the model says so before its weights are read
-    problem = layers_problem(f"{policy.backend.at}.topology.tp", size, heads, key_heads, inner, str(file))
-    if problem is not None:
+    found = _read(file, lambda config: (*_heads_of(config), int(config["intermediate_size"])))
+    problem = found and layers_problem(f"{policy.backend.at}.topology.tp", size, *found, str(file))
+    if problem:
         yield problem
 
 
@@ -88,6 +78,25 @@ def experts_have_no_adapters(own: Part, run: Run) -> Messages:
             f"{backend.at}.lora.target_modules {wrong} are experts of {own.name}, whose weights are stacks that LoRA "
             "does not adapt. Name projections of the attention, or set target_modules: null."
         )
+
+
+def _config_file(own: Part) -> Path:
+    return Path(str(own.node.get("pretrained_model"))).expanduser() / "config.json"
+
+
+def _read(file: Path, take: Callable[[Any], FoundT]) -> FoundT | None:  # Any: JSON
+    """What `take` finds in a configuration on this machine; None where it is not there, which the model says before its
+    weights are read."""
+    try:
+        return take(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _heads_of(config: Any) -> tuple[int, int]:  # Any: JSON
+    """Heads of attention, and of keys and values."""
+    heads = int(config["num_attention_heads"])
+    return heads, int(config.get("num_key_value_heads") or heads)
 
 
 def _experts_of(config: object) -> int | None:

@@ -27,8 +27,8 @@ def parity_can_be_measured(run: ComposedRun) -> Messages:
     if not run.engine.ability("has_own_weights"):
         yield f"{said} does nothing with {run.engine.name}, which samples with the model that trains. {remove}"
     if run.policy.ranks_per_sample > 1:
-        axis = run.policy.sharing.partition(" ")[0]
-        yield f"{said} has the trainer sample, which ranks that share samples ({axis}) do not. {remove}"
+        option = run.policy.sharing_option
+        yield f"{said} has the trainer sample, which ranks that share samples ({option}) do not. {remove}"
     if run.engine.get("drop_text_encoders"):
         yield (
             f"{said} has the trainer encode prompts too, but engine.drop_text_encoders: true frees what does. Remove "

@@ -33,7 +33,7 @@ def geometry_divides(run: ComposedRun) -> Messages:
             return  # `topologies_fit` says so
         devices //= shared
         over = f"the {devices} groups of {sharing.sharing} devices"
-        key = f"{key}, {sharing.sharing.partition(' ')[0]}"
+        key = f"{key}, {sharing.sharing_option}"
     product = f"batch_size * {per_prompt} = {prompts} * {repeats} = {total}"
     is_cut = best_of is None and total % devices
     for policy in run.policies.values():
@@ -96,11 +96,13 @@ def shared_samples_are_sampled_alike(run: ComposedRun) -> Messages:
     """Ranks that share samples sample them themselves, with equal bits, or get them from another pool."""
     train = groups_of_run(run)[0]
     sharing = next((policy for policy in run.policies.values() if policy.ranks_per_sample > 1), None)
-    for stage in run.stages if sharing is not None else ():
-        if sharing is not None and stage.engine.ability("has_own_weights") and stage.at in train.holds:
+    if sharing is None:
+        return
+    for stage in run.stages:
+        if stage.engine.ability("has_own_weights") and stage.at in train.holds:
             yield (
                 f"{stage.engine.at} samples with a copy of the model on every device that trains, where ranks that "
-                f"share samples ({sharing.sharing.partition(' ')[0]}) would each sample their own. Use the trainside "
+                f"share samples ({sharing.sharing_option}) would each sample their own. Use the trainside "
                 "engine, or give it its own pool."
             )
 

@@ -135,10 +135,15 @@ class Policy:
         return self._axis("tp")
 
     @property
+    def sharing_option(self) -> str:
+        """The option by which ranks work on the same samples."""
+        return "topology.tp" if self.ranks_of_layers > 1 else "topology.sp"
+
+    @property
     def sharing(self) -> str:
-        """The option by which ranks work on the same samples, with its value, as "topology.sp = 2"."""
-        axis = "tp" if self.ranks_of_layers > 1 else "sp"
-        return f"topology.{axis} = {self._axis(axis)}"
+        """`sharing_option` with its value, as "topology.sp = 2"."""
+        size = self.ranks_of_layers if self.ranks_of_layers > 1 else self.ranks_of_tokens
+        return f"{self.sharing_option} = {size}"
 
     @property
     def ranks_of_experts(self) -> int:
