@@ -198,6 +198,19 @@ def test_a_policy_survives_its_folder(head, tmp_path: Path):
         again.export_merged(str(tmp_path / "x"), {"policy": again.network.state_dict()})
 
 
+def test_states_are_read_less_their_offset_and_divided_by_their_scale(head, tmp_path: Path):
+    plain, scaled = made(head, state_size=2), made(head, state_size=2, state_offset=[100, -3], state_scale=[0.25, 2])
+    states = torch.tensor([[100.25, 1.0], [99.5, -3.0]])
+    trunk, unscaled = scaled._network.state, plain._network.state
+    assert trunk is not None and unscaled is not None
+    assert torch.equal(trunk(states), unscaled(torch.tensor([[1.0, 2.0], [-2.0, 0.0]])))
+    trunk.to(torch.bfloat16)
+    assert not torch.equal(*trunk(states)), "100.25 and 99.5 are one number in bfloat16"
+    scaled._bundle.export_merged(str(tmp_path / "x"), {"policy": scaled._network.float().state_dict()})
+    again = ActionBundle(pretrained_model=str(tmp_path / "x"))
+    assert (again.config.state_offset, again.config.state_scale) == ((100.0, -3.0), (0.25, 2.0))
+
+
 def test_weights_made_anew_depend_on_their_seed_alone():
     config = ActionConfig(head="flow", action_size=2, state_size=3)
     torch.manual_seed(5)
@@ -217,6 +230,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
         ActionConfig(head="flow", action_size=2)
     with pytest.raises(ConfigError, match=r"image_shape = \[3, 8, 8\]"):
         ActionConfig(head="flow", action_size=2, image_shape=(3, 8, 8))
+    with pytest.raises(ConfigError, match=r"state_offset has 1 numbers, state_size is 2"):
+        ActionConfig(head="flow", action_size=2, state_size=2, state_offset=(1.0,))
+    with pytest.raises(ConfigError, match=r"state_scale has 2 numbers, state_size is None"):
+        ActionConfig(head="flow", action_size=2, image_shape=(3, 16, 16), state_scale=(1.0, 1.0))
+    with pytest.raises(ConfigError, match=r"state_scale = \[1.0, 0.0\] must not be 0"):
+        ActionConfig(head="flow", action_size=2, state_size=2, state_scale=(1.0, 0.0))
     with pytest.raises(ConfigError, match="give pretrained_model, or config"):
         ActionBundle()
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -24,10 +24,12 @@ class ActionConfig:
 
     head: flow draws a chunk by flow matching, bins one of `num_bins` tokens for each of its numbers.
     chunk: moves that are drawn at once. action_size: numbers of a move. image_shape: [C, H, W] of the images that it
-    sees. state_size: numbers of the states that it reads. width: of what it makes of an observation.
+    sees. state_size: numbers of the states that it reads. state_offset, state_scale: [state_size], it reads
+    (state - offset) / scale; empty: states as they are. width: of what it makes of an observation.
     num_keypoints: places that it looks for in an image. noise_range: smallest and largest standard deviation of a
     flow's steps, which a small network chooses for each number; None: no such network.
-    Raises ConfigError if it would see nothing, images that are too small, or a noise_range that no head has.
+    Raises ConfigError if it would see nothing, for images that are too small, a state_offset or state_scale of another
+    length, a scale of 0, and a noise_range that no head has.
     """
 
     head: Head
@@ -35,6 +37,8 @@ class ActionConfig:
     chunk: PositiveInt = 1
     image_shape: tuple[int, int, int] | None = None
     state_size: PositiveInt | None = None
+    state_offset: tuple[float, ...] = ()
+    state_scale: tuple[float, ...] = ()
     width: PositiveInt = 128
     num_keypoints: PositiveInt = 32
     num_bins: PositiveInt = 256
@@ -48,6 +52,16 @@ class ActionConfig:
                 raise ConfigError(
                     f"bundle.config.image_shape = {list(self.image_shape)} must be [C, H, W] with sides of at least 16."
                 )
+        for name in ("state_offset", "state_scale"):
+            values = tuple(float(value) for value in getattr(self, name))
+            object.__setattr__(self, name, values)
+            if len(values) not in (0, self.state_size or 0):
+                raise ConfigError(
+                    f"bundle.config.{name} has {len(values)} numbers, state_size is {self.state_size}. Give one for "
+                    "each number of a state, or none."
+                )
+        if 0 in self.state_scale:
+            raise ConfigError(f"bundle.config.state_scale = {list(self.state_scale)} must not be 0.")
         if self.noise_range is not None:
             object.__setattr__(self, "noise_range", tuple(self.noise_range))
             check_noise_range(self.noise_range, self.head)

@@ -40,15 +40,22 @@ class KeypointTrunk(nn.Module):
 
 
 class StateTrunk(nn.Module):
-    """A perceptron of the state."""
+    """A perceptron of the state, less its offset and divided by its scale."""
 
-    def __init__(self, state_size: int, width: int) -> None:
+    offset: Tensor
+    scale: Tensor
+
+    def __init__(self, config: ActionConfig) -> None:
         super().__init__()
-        self.perceptron = _perceptron(state_size, width)
+        size = config.state_size or 0
+        self.perceptron = _perceptron(size, config.width)
+        self.register_buffer("offset", torch.tensor(config.state_offset or [0.0] * size), persistent=False)
+        self.register_buffer("scale", torch.tensor(config.state_scale or [1.0] * size), persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[n, W] of [n, S]."""
-        return self.perceptron(states.to(next(self.parameters()).dtype))
+        """[n, W] of float32 [n, S]."""
+        # Rounded to the weights' type behind the difference: a state may lie far from 0 and vary little.
+        return self.perceptron(((states - self.offset) / self.scale).to(next(self.parameters()).dtype))
 
 
 class NoiseHead(nn.Module):
@@ -121,7 +128,7 @@ class ActionNetwork(nn.Module):
         self.config = config
         shape, width = config.image_shape, config.width
         self.image = None if shape is None else KeypointTrunk(shape, config.num_keypoints, width)
-        self.state = None if config.state_size is None else StateTrunk(config.state_size, width)
+        self.state = None if config.state_size is None else StateTrunk(config)
         chunk = (config.chunk, config.action_size)
         if config.head == "flow":
             self.head: FlowHead | BinsHead = FlowHead(width, chunk, config.noise_range)
