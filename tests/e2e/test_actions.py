@@ -275,3 +275,11 @@ def test_an_environment_of_gymnasium_is_learnt_from_nothing(name, tmp_path):
     recipe = resolve(compose(name, ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))
     _, records = stopping.run(recipe, Path(tmp_path))
     assert records[12]["reward/mean"] > 2 * records[1]["reward/mean"]
+
+
+def test_a_robot_arm_is_learnt_from_nothing(tmp_path):
+    """Rewards are distances to the goal, below 0; random moves earn -9.8, straight ones -.27."""
+    register_resolvers()
+    recipe = resolve(compose("vla/fetch_reach", ["num_rollouts=12", "eval.num_samples=16", "eval.interval=0"]))
+    _, records = stopping.run(recipe, Path(tmp_path))
+    assert records[12]["reward/mean"] > 0.75 * records[1]["reward/mean"]
