@@ -1,22 +1,35 @@
 """Asynchronous runs that are stopped and resumed go on with what was in flight."""
 
 import json
+import math
 import shutil
 
 import pytest
 import stopping
-from small import SMALL
+from small import SMALL, SMALL_STAGES
 from test_schedules import MACHINE, SMALL_TEXT
 
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.trainer.loops.order import REQUESTS
+from unirl.types.storage import load_rollout
 
 AHEAD = ["schedule.kind=async", "schedule.max_staleness=2", "save.interval=1", "save.keep_last=9"]
 PARTIAL = [
     *("parts/engine=text_replica_cpu", *SMALL_TEXT, "num_rollouts=4", "stack.num_updates_per_batch=1"),
     *("engine.forward_batch_size=1", "parts/correction=truncated", "schedule.on_push=retract", *AHEAD),
 ]
+
+STAGES = [
+    *("parts/engine@policies.writer=text_replica_cpu", "policies.writer.engine.forward_batch_size=1", *SMALL_STAGES),
+    "policies.painter.engine._target_=unirl.rollout.engine.replica.engine.ReplicaRolloutEngine",
+    "policies.painter.engine.dtype=fp32",
+    "policies.painter.sync={_target_:unirl.distributed.weight_sync.full.FullWeightSync,dtype:fp32}",
+    "policies.writer.algorithm.rollout_correction._target_=unirl.algorithms.rollout_correction.RolloutCorrection",
+    *("policies.writer.sampling.samples_per_prompt=8", "policies.painter.sampling.samples_per_prompt=1"),
+    *("eval=null", "save.best_metric=reward", "media_interval=0", "schedule.on_push=retract", *AHEAD),
+]
+"""A writer that a push cuts short, and a painter that it does not; both learn."""
 
 
 def run(run_dir, name, words, **how):
@@ -73,6 +86,29 @@ def test_episodes_that_were_cut_short_go_on_in_the_run_that_resumes(tmp_path):
     (begun,) = [each["number"] for each in requests if each["stage"] == "begun"]
     assert [line["resumed"] for line in lines if line["request"] == begun and line.get("resumed")]
     assert not any("rollout/begun_again" in key for key in found[3])
+
+
+def test_what_a_push_left_of_several_stages_goes_on_in_the_run_that_resumes(tmp_path):
+    words = [*STAGES, "num_rollouts=3", "schedule.groups_per_request=1"]
+    whole = run(tmp_path / "whole", "worlds/phrases/both", words)
+    left, requests = next(
+        (left, [each for each in requests if each["stage"] == "begun"])
+        for left, requests in (killed_after(tmp_path / "whole", step) for step in (1, 2))
+        if any(each["stage"] == "begun" for each in requests)
+    )
+    (state,) = (left / "checkpoints").glob("step-*/in_flight")
+    (begun,) = requests
+    resp, _ = load_rollout(next(state.glob(f"*request-{begun['number']:06d}-*")))
+    assert "text" in resp.tracks and not (resp.has_all_of("text") and resp.has_all_of("image"))
+    found = run(left, "worlds/phrases/both", [*words, "resume=auto"])
+    assert set(found) | set(whole) == {1, 2, 3} and max(found) == 3
+    assert all(math.isfinite(own["image/reward/mean"]) for own in found.values())
+    lines = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
+    assert {line["request"] for line in lines} == set(range(6))
+    assert [line["version"] for line in lines if line["request"] == begun["number"] and line.get("resumed")]
+    for folder in (tmp_path / "whole", left):  # each prompt was asked for once, and is trained on
+        state = json.loads((folder / "checkpoints" / "step-000003" / "driver_state.json").read_text())
+        assert (state["data"]["position"], state["num_samples"]) == (6, 6 * 8) and not state["in_flight"]["requests"]
 
 
 @pytest.mark.matrix

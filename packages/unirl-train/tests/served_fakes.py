@@ -23,14 +23,14 @@ class Drawer:
         self.version, self.is_asleep, self.may_go = 0, False, threading.Event()
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None, above: RolloutResp | None = None) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
         rewards = torch.tensor([float(name[1:]) + 100 * self.version for name in req.sample_ids])
         track = RolloutTrack(sample_ids=list(req.sample_ids), rewards=rewards)
-        if above is None:
+        if begun is None:
             return RolloutResp(tracks={"image": track})
-        assert above.root_track().sample_ids == req.sample_ids
-        grown = above.root_track().fork("image", "redraw", 1)
-        return RolloutResp(tracks={**above.tracks, "redraw": grown.replace(rewards=rewards)})
+        assert begun.root_track().sample_ids == req.sample_ids
+        grown = begun.root_track().fork("image", "redraw", 1)
+        return RolloutResp(tracks={**begun.tracks, "redraw": grown.replace(rewards=rewards)})
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plan(self) -> str:

@@ -244,3 +244,26 @@ def test_a_refill_asks_for_as_many_trees_as_divide_over_the_devices(
     made = Made(tmp_path, branches=False, params=params)
     monkeypatch.setattr(LocalRuntime, "num_shards", num_shards)
     assert made.collector._fresh_groups(0, 1).batch_size == num_groups * 12
+
+
+class Interrupted(Branching):
+    """A push cuts the second request short before its images."""
+
+    num_calls = 0
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """As Branching."""
+        self.num_calls += 1
+        resp = super().generate(req, policy)
+        if self.num_calls != 2:
+            return resp
+        plan = resp.tracks["plan"]
+        return RolloutResp(tracks={"plan": plan.replace(is_unfinished=torch.ones(plan.batch_size, dtype=torch.bool))})
+
+
+def test_a_refill_that_a_push_cuts_short_goes_on_before_it_is_scored(tmp_path: Path):
+    made = Made(tmp_path, lambda group: group.startswith("prompt:p1:"), engine=Interrupted)
+    resp = made.collector.collect(0).resp.meta
+    assert list(dict.fromkeys(resp.tracks["plan"].group_ids)) == ["prompt:p0", "refill1:prompt:p2"]
+    assert resp.num_unfinished == 0 and resp.tracks["image"].batch_size == 2 * resp.tracks["plan"].batch_size

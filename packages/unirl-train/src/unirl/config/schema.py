@@ -299,7 +299,8 @@ class Schedule:
     all that `max_staleness` allows. Other engines take one."""
     on_push: Literal["finish", "retract", "in_place"] = "finish"
     """What becomes of texts that are being written when new weights are ready. finish: the push waits for them.
-    retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again.
+    retract: they end early, keep their tokens, and go on with the new weights, which read those tokens again, and
+    stages that had not begun follow.
     in_place: as retract, but the engine keeps the keys and values of the old weights, and nothing is read again."""
     replay: str | None = None
     """File requests.jsonl of a run whose order is repeated: each request begins with the same version."""

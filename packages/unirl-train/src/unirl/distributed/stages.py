@@ -19,25 +19,45 @@ Engine = Any  # Any: the role of a StagesEngine, whose methods follow its marker
 class LedStages:
     """Passes a request from group to group, in the order of its stages. The response moves from worker to worker.
 
+    `abort` ends what runs; the stages of other groups do not begin. Of requests with a number, whose calls begin as
+    their gates say, they wait in the pools.
     engines: by track; stages of one group share an engine.
     """
+
+    _is_ending = False
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = dict(engines)
 
-    def generate(self, req: RolloutReq, policy: Copies = None) -> Held:
-        """The tracks of all stages that the request names, held by the workers of the last stage."""
-        held: Held | None = None
+    def generate(self, req: RolloutReq, policy: Copies = None, begun: Held | None = None) -> Held:
+        """The tracks of all stages that the request names, held by the workers of the last stage, or of the one after
+        which it was ended early. begun: what an earlier call made of the request; it is not released."""
+        if req.number is None:  # the others are made in several threads at once
+            self._is_ending = False
+        held = begun
         for engine, params in self._legs(req):
-            above, own = held, req.replace(sampling_params=params)
+            own = req.replace(sampling_params=params)
+            if held is not None and own.is_answered_by(held.meta):
+                continue
+            if held is not begun and self._is_ending and req.number is None:
+                break
+            above = held
             try:
-                held = engine.generate(own, policy=policy) if above is None else engine.generate(own, policy, above)
+                held = engine.generate(own, policy=policy, **({} if above is None else {"begun": above}))
             finally:
-                if above is not None:
+                if above is not None and above is not begun:
                     above.release()
-        if held is None:
-            raise ContractError("a request for several stages names none")
+            if not own.is_answered_by(held.meta):
+                break
+        if held is None or held is begun:
+            raise ContractError("a request for several stages names none that is to be made")
         return held
+
+    def abort(self) -> None:
+        """All engines, see StagesEngine."""
+        self._is_ending = True
+        for engine in dict.fromkeys(self._engines.values()):
+            engine.abort()
 
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
         """Plan of every diffusion stage, see StagesEngine."""

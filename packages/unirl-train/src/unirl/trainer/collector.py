@@ -186,6 +186,13 @@ class Collector(Generic[ParamsT]):
             with begun:
                 return self._landed(engine.generate(req, policy=self.rollout_policy, begun=begun))
 
+    def _made_whole(self, req: RolloutReq) -> Held:
+        """As `made`, again where a push cuts it short."""
+        resp = self.made(req)
+        while not req.is_answered_by(resp.meta):
+            resp = self.made(req, resp)
+        return resp
+
     def cut_short(self) -> None:
         """Have the engine end early what it generates in other threads: `made` returns what there is."""
         self._engine.abort()
@@ -273,7 +280,7 @@ class Collector(Generic[ParamsT]):
             kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
             with self._clock.phase("other"):
                 req = self._fresh_groups(rollout_id, len(dropped))
-            fresh, measured = self._scored(self.made(req))
+            fresh, measured = self._scored(self._made_whole(req))
             if not kept:
                 held.release()
             pieces = [

@@ -18,7 +18,7 @@ from unirl.types.batch import Batch, Indices, peak, per_sample, rows_by, shared
 from unirl.types.conditions import Condition
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Primitive, SizedImages, Texts
-from unirl.types.sampling import BaseSamplingParams, DiffusionSamplingParams
+from unirl.types.sampling import BaseSamplingParams, DiffusionSamplingParams, StagedSamplingParams
 from unirl.types.segments import LatentSegment, Segment, SizedLatents, TextSegment
 
 Scope = Literal["group", "batch", "global"]
@@ -94,6 +94,14 @@ class RolloutReq(Batch):
     def continuing(self, begun: RolloutResp | None) -> Self:
         """The same samples, of which an earlier call has made a part; None: of which nothing is made."""
         return self if begun is None else self.replace(begun=begun.root_track())
+
+    def is_answered_by(self, resp: RolloutResp) -> bool:
+        """True if a response has every sample of every stage that the request names, which `abort` ends early or keeps
+        from beginning. resp: also the metadata alone."""
+        if resp.num_unfinished:
+            return False
+        params = self.sampling_params
+        return not isinstance(params, StagedSamplingParams) or all(resp.has_all_of(track) for track in params.stages)
 
     def make_root_track(
         self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None
@@ -306,6 +314,17 @@ class RolloutResp(Batch):
         for name in self.tracks:
             self._check_rooted(name)
 
+    @classmethod
+    def _align(cls, parts: list[Self]) -> list[Self]:
+        """Tracks without samples where a shard was ended early before their stage began."""
+        known = {name: track for part in reversed(parts) for name, track in reversed(part.tracks.items())}
+        grown = {name: track for name, track in reversed(known.items()) if track.parent_track is not None}
+        return [part if part.tracks.keys() >= grown.keys() else part._with_tracks(grown) for part in parts]
+
+    def _with_tracks(self, others: Mapping[str, RolloutTrack]) -> Self:
+        more = {name: track.select([]) for name, track in others.items() if name not in self.tracks}
+        return dataclasses.replace(self, tracks={**self.tracks, **more})
+
     def _check_rooted(self, name: str) -> None:
         path = [name]
         while (parent := self.tracks[path[-1]].parent_track) is not None:
@@ -323,6 +342,13 @@ class RolloutResp(Batch):
         if name not in self.tracks:
             raise ContractError(f"there is no track {name!r}; this response has {list(self.tracks)}")
         return self.tracks[name]
+
+    def has_all_of(self, name: str) -> bool:
+        """True if there is a track of this name, finished, that grew from every sample of its parent."""
+        track = self.tracks.get(name)
+        if track is None or (track.is_unfinished is not None and bool(track.is_unfinished.any())):
+            return False
+        return track.parent_track is None or not set(self.tracks[track.parent_track].sample_ids) - set(track.group_ids)
 
     @property
     def num_unfinished(self) -> int:

@@ -91,3 +91,5 @@ class BuiltStage:
     """Name of the policy that it samples from."""
     grows_from: str | None = None
     """The parent track; None: the request."""
+    can_resume: bool = False
+    """True if the engine ends early what it makes, and continues it (`BaseRolloutEngine.can_resume`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from unirl.types.conditions import ImageLatentCondition
 from unirl.types.copies import Copies, copy_of
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.noise import noise_keys
-from unirl.types.protocols.engines import DiffusionRolloutEngine
+from unirl.types.protocols.engines import DiffusionRolloutEngine, ResumingEngine, RolloutEngine
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams, StagedSamplingParams
@@ -32,16 +32,27 @@ class StagesEngine(BaseRolloutEngine):
 
     The first track holds the user's request, which scorers see. A request may name only some stages: a stage whose
     parent is not among them reads the request itself, for example to draw images without a prompt writer.
+    `abort` reaches the engines of all stages that can resume. The stage that runs returns what it has, or runs to its
+    end; later ones do not begin.
     Metric per latent sample: `cut_tokens`, the tokens of its prompt that the model does not read.
 
     stages: by track name, each after its parent.
     """
+
+    can_abort: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = True
+    _is_ending = False
+    _uncut: RolloutEngine | None = None
+    """What runs and is not to be cut."""
 
     def __init__(self, stages: Mapping[str, BuiltStage]) -> None:
         self._stages = dict(stages)
         self._pipelines = {track: stage.pipeline for track, stage in stages.items()}
         self._engines = list({id(stage.engine): stage.engine for stage in stages.values()}.values())
         """Each once: stages of a policy may share one."""
+        self._resuming = list(
+            {id(stage.engine): stage.engine for stage in stages.values() if stage.can_resume}.values()
+        )
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plans(self, params: StagedSamplingParams) -> dict[str, DiffusionPlan]:
@@ -81,36 +92,62 @@ class StagesEngine(BaseRolloutEngine):
         stage.engine.check_prompts(_of_prompt(req, params, stage.reader.of_prompt(req.primitives)))
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: Copies = None, above: RolloutResp | None = None) -> RolloutResp:
+    def generate(self, req: RolloutReq, policy: Copies = None, begun: RolloutResp | None = None) -> RolloutResp:
         """Sample the tracks of the stages that the request names, for every row of this rank's request.
 
-        policy: named copies of the weights, by track or policy. above: response of engines of other stages to this
-        rank's request; its tracks are included in the response. Raises what the engines raise, ConfigError for an
-        unknown stage, and ContractError for a request of one stage.
+        policy: named copies of the weights, by track or policy. begun: what engines of other stages, or earlier calls,
+        have made of this rank's request; its tracks are included in the response, finished ones as they are.
+        Raises what the engines raise, ConfigError for an unknown stage, and ContractError for a request of one stage.
         """
-        tracks: dict[str, RolloutTrack] = {} if above is None else dict(above.tracks)
+        self._is_ending, self._uncut = False, None
+        resp, has_run = RolloutResp() if begun is None else begun, False
         for track, params in staged_params(req).stages.items():
             stage = self._stage(track)
-            copy = copy_of(policy, track, stage.policy)
+            if resp.has_all_of(track):
+                continue
+            if has_run and self._is_ending:
+                break
+            copy, tracks, has_run = copy_of(policy, track, stage.policy), dict(resp.tracks), True
             if stage.grows_from in tracks:
                 self._grow(tracks, track, req, params, copy)
             else:
-                tracks[track] = self._root(track, req, params, copy)
-        return RolloutResp(tracks=tracks)
+                tracks[track] = self._root(track, req, params, copy, tracks.get(track))
+            resp = dataclasses.replace(resp, tracks=tracks)
+            if resp.num_unfinished:
+                break
+        return resp
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread. A stage whose engine cannot resume runs to its end."""
+        self._is_ending = True
+        for engine in self._resuming:
+            if engine is not self._uncut:
+                engine.abort()
 
     def _stage(self, track: str) -> BuiltStage:
         if track not in self._stages:
             raise ConfigError(f"the request names a stage {track!r}; there are {', '.join(self._stages)}.")
         return self._stages[track]
 
-    def _root(self, track: str, req: RolloutReq, params: StageParams, copy: str | None) -> RolloutTrack:
+    def _root(
+        self, track: str, req: RolloutReq, params: StageParams, copy: str | None, begun: RolloutTrack | None
+    ) -> RolloutTrack:
         """The track of a stage that reads the request itself."""
         stage = self._stages[track]
         is_first = stage.grows_from is None
         reading = stage.reader.of_prompt(req.primitives) if is_first else Reading(inputs=dict(req.primitives))
         asked = _pinned(_of_prompt(req, params, reading), req.plans.get(track), params)
-        made = stage.engine.generate(asked, copy).root_track()
-        return self._counted(made, track, asked, params).replace(primitives=dict(req.primitives))
+        made = self._made(track, asked, copy, begun)
+        return self._counted(made, track, asked).replace(primitives=dict(req.primitives))
+
+    def _made(self, track: str, req: RolloutReq, copy: str | None, begun: RolloutTrack | None) -> RolloutTrack:
+        """What the engine of a stage makes of its request."""
+        engine = self._stages[track].engine
+        if begun is None:
+            return engine.generate(req, copy).root_track()
+        alone = dataclasses.replace(begun, parent_track=None)
+        return cast("ResumingEngine", engine).generate(req, copy, RolloutResp(tracks={track: alone})).root_track()
 
     def _grow(
         self, tracks: dict[str, RolloutTrack], track: str, req: RolloutReq, params: StageParams, copy: str | None
@@ -132,16 +169,39 @@ class StagesEngine(BaseRolloutEngine):
         asked = _pinned(asked, req.plans.get(track), params)
         if reading.start is not None:
             asked = _begun(asked, reading.start.repeat_interleave(branch, dim=0))
-        if reading.sizes is None or not isinstance(params, DiffusionSamplingParams):
-            made = stage.engine.generate(asked, copy).root_track()
+        sizes = None
+        if reading.sizes is not None and isinstance(params, DiffusionSamplingParams):
+            sizes = [size or (params.height, params.width) for size in reading.sizes for _ in range(branch)]
+        grown = [
+            (rows, dataclasses.replace(own, parent_track=parent, parent_ids=[children.group_ids[row] for row in rows]))
+            for rows, own in self._rows_made(track, asked, copy, tracks.get(track), sizes)
+        ]
+        tracks[track] = grown[0][1] if len(grown) == 1 else RolloutTrack.concat_rows(grown)
+
+    def _rows_made(
+        self, track: str, req: RolloutReq, copy: str | None, begun: RolloutTrack | None, sizes: Sequence[Size] | None
+    ) -> list[tuple[list[int], RolloutTrack]]:
+        """Rows of a stage's request with their samples: those that were begun, whole or continued, and then the others,
+        unless `abort` comes first. begun: for some of the rows; None: for none."""
+        places = {} if begun is None else {name: row for row, name in enumerate(begun.sample_ids)}
+        parts, params = list[tuple[list[int], RolloutTrack]](), req.sampling_params
+        if begun is not None and places:
+            rows = [row for row, name in enumerate(req.sample_ids) if name in places]
+            own = begun.select([places[req.sample_ids[row]] for row in rows])
+            if _is_unfinished(own):
+                asked = req.select(rows)
+                own = self._counted(self._made(track, asked, copy, own), track, asked)
+            parts.append((rows, own))
+        rows = [row for row, name in enumerate(req.sample_ids) if name not in places]
+        if not rows or any(_is_unfinished(own) for _, own in parts):
+            return parts
+        asked = req.select(rows) if places else req
+        if sizes is not None and isinstance(params, DiffusionSamplingParams):
+            made, own = self._made_by_size(track, asked, params, [sizes[row] for row in rows], copy)
+            rows, asked = [rows[row] for row in made], asked.select(made)
         else:
-            own = params.height, params.width
-            made = self._made_by_size(
-                track, asked, params, [size or own for size in reading.sizes for _ in range(branch)], copy
-            )
-        tracks[track] = dataclasses.replace(
-            self._counted(made, track, asked, params), parent_track=parent, parent_ids=list(children.group_ids)
-        )
+            own = self._made(track, asked, copy, None)
+        return [*parts, (rows, self._counted(own, track, asked))]
 
     def _above(self, tracks: Mapping[str, RolloutTrack], parent: str, req: RolloutReq) -> Above:
         """Inputs of a stage that grows from `parent`; rows of earlier tracks and of the request are those of each
@@ -159,17 +219,25 @@ class StagesEngine(BaseRolloutEngine):
         params: DiffusionSamplingParams,
         sizes: Sequence[Size],
         copy: str | None,
-    ) -> RolloutTrack:
-        """Images of these sizes per row; the engine is called once per size, in order of first appearance."""
-        stage, made = self._stages[track], []
+    ) -> tuple[list[int], RolloutTrack]:
+        """Images of these sizes per row, and their rows: all, or those of the sizes that were begun before `abort`.
+
+        The engine is called once per size, in order of first appearance, and not cut within one.
+        """
+        stage, made = self._stages[track], list[tuple[list[int], RolloutTrack]]()
+        self._uncut = stage.engine
         for (height, width), own in rows_by(sizes).items():
+            if made and self._is_ending:
+                break
             of_size = dataclasses.replace(params, height=height, width=width)
             shape = list(stage.pipeline.latent_shape(of_size))
             asked = req.select(own).replace(sampling_params=of_size, init_noise_latent_shape=shape)
             made.append((own, stage.engine.generate(asked, copy).root_track().sized(params)))
-        return RolloutTrack.concat_rows(made)
+        self._uncut = None
+        return sorted(row for own, _ in made for row in own), RolloutTrack.concat_rows(made)
 
-    def _counted(self, made: RolloutTrack, track: str, req: RolloutReq, params: StageParams) -> RolloutTrack:
+    def _counted(self, made: RolloutTrack, track: str, req: RolloutReq) -> RolloutTrack:
+        params = req.sampling_params
         if not isinstance(params, DiffusionSamplingParams):
             return made
         texts = texts_of(req.primitives)
@@ -194,6 +262,10 @@ class StagesEngine(BaseRolloutEngine):
         """All engines."""
         for engine in self._engines:
             engine.shutdown()
+
+
+def _is_unfinished(track: RolloutTrack) -> bool:
+    return track.is_unfinished is not None and bool(track.is_unfinished.any())
 
 
 def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.distributed.pools.shelf import Store
-from unirl.types.rollout import RolloutResp
+from unirl.types.rollout import RolloutReq, RolloutResp
 
 Bounds = list[tuple[int, int]]
 """Rows of each call that a request is cut into: (start, stop)."""
@@ -22,12 +22,20 @@ class Dealt:
     bounds: Bounds
     given: dict[int, tuple[RolloutResp, Any]] = field(default_factory=dict)  # Any: the store's own
     """Call -> metadata of its samples, and these in the store. Samples that were cut short are parts."""
+    request: RolloutReq | None = None
+    """None: an earlier run has made a part of one that has not come."""
 
     @property
     def unfinished(self) -> list[int]:
         """Calls to make, or to continue."""
-        calls = range(len(self.bounds))
-        return [call for call in calls if call not in self.given or self.given[call][0].num_unfinished]
+        return [call for call in range(len(self.bounds)) if not self.is_made(call)]
+
+    def is_made(self, call: int) -> bool:
+        """True if a call has given all of its samples."""
+        if call not in self.given:
+            return False
+        meta = self.given[call][0]
+        return not meta.num_unfinished if self.request is None else self.request.is_answered_by(meta)
 
 
 class DealtRequests:
@@ -43,11 +51,12 @@ class DealtRequests:
         self._begun: dict[int, deque[Dealt]] = {}
         """What an earlier run has made of requests that come."""
 
-    def begin(self, request: int, bounds: Callable[[], Bounds]) -> Dealt:
+    def begin(self, number: int, request: RolloutReq, bounds: Callable[[], Bounds]) -> Dealt:
         """A request comes. bounds: how it is cut, if no earlier run has cut it."""
-        begun = self._begun.get(request)
+        begun = self._begun.get(number)
         dealt = begun.popleft() if begun else Dealt(bounds())
-        self._requests.setdefault(request, []).append(dealt)
+        dealt.request = request
+        self._requests.setdefault(number, []).append(dealt)
         return dealt
 
     def is_waiting(self, request: int) -> bool:

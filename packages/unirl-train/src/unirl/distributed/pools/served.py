@@ -270,7 +270,8 @@ class ServedPool(Runtime):
             dealt.given[call] = answer
             if self._gates is not None and request.number is not None:
                 self._gates.taken(request.number)
-            return ask(call) if is_held and answer[0].num_unfinished else None
+            # Without gates, who asked goes on with it: nothing would hold the call up until the push.
+            return ask(call) if is_held and request.number is not None and not dealt.is_made(call) else None
 
         if todo := dealt.unfinished:
             gate = self._gate(request, len(asks))
@@ -286,7 +287,7 @@ class ServedPool(Runtime):
     def _begun(self, request: RolloutReq) -> Dealt:
         if request.number is None:
             return Dealt(self._bounds(request))
-        return self._dealt_requests.begin(request.number, lambda: self._bounds(request))
+        return self._dealt_requests.begin(request.number, request, lambda: self._bounds(request))
 
     def _bounds(self, request: RolloutReq) -> Bounds:
         return call_bounds(request.group_ids, self._target(request.batch_size))

@@ -186,7 +186,7 @@ def _handover(run: ComposedRun, runtime: Runtime) -> Handover:
     backends = [runtime.role(role_name(name, "backend", run.all_policies), BackendRole) for name in run.policies]
     moves = backends if residency.offload_optimizer else []
     return Handover(
-        cuts_calls=len(run.stages) == 1 and bool(run.stages[0].engine.ability("can_resume")),
+        cuts_calls=run.is_staged or bool(run.stages[0].engine.ability("can_resume")),
         sleeps=residency.sleep_engine,
         leave=lambda: [backend.offload(["optimizer"]) for backend in moves],
         come=lambda: [backend.onload(["optimizer"]) for backend in moves],

@@ -297,6 +297,7 @@ def _joined(
             reader=instantiate(stage.reads.node),
             policy=stage.policy,
             grows_from=stage.grows_from,
+            can_resume=bool(stage.engine.ability("can_resume")),
         )
     return instantiate({TARGET: STAGES_ENGINE}, stages=built)
 

@@ -172,10 +172,10 @@ class AsyncTrainer(Trainer):
             req = slot.asked = slot.asked or self._asked(slot)
             resp = self.collector.made(req, None if cut is None else cut.begun)
         with self._threads.change():
-            if resp.meta.num_unfinished:
-                self._flight.cut.append(CutRequest(slot, resp))
-            else:
+            if req.is_answered_by(resp.meta):
                 self._flight.unscored.append((slot, resp))
+            else:
+                self._flight.cut.append(CutRequest(slot, resp))
         return True
 
     def _generate_among_others(self, activity: Activity) -> bool:

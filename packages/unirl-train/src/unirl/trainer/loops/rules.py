@@ -161,14 +161,17 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
             f"{said} ends calls after as many tokens as there are, so that no order can be repeated. Remove it or "
             "schedule.replay."
         )
-    stage = run.stages[0]
-    what = "several stages do" if len(run.stages) > 1 else None
-    if what is None and not stage.engine.ability("can_resume"):
-        what = f"{stage.engine.name} does"
-    if what is not None:
-        yield f"{said}, but {what} not continue what was ended early. Set on_push: finish."
+    if not any(stage.engine.ability("can_resume") for stage in run.stages):
+        names = [stage.engine.name + (f" of {stage.at}" if run.is_staged else "") for stage in run.stages]
+        do = "do" if len(names) > 1 else "does"
+        yield f"{said}, but {' and '.join(names)} {do} not continue what was ended early. Set on_push: finish."
+    elif schedule.on_push == "in_place" and run.is_staged:
+        yield (
+            f"{said} keeps keys and values of requests of one stage, and this run has {len(run.stages)}. Set on_push: "
+            "retract."
+        )
     elif schedule.on_push == "in_place":
-        yield from _keeps_cache(run, stage)
+        yield from _keeps_cache(run, run.stages[0])
 
 
 def _keeps_cache(run: ComposedRun, stage: Stage) -> Messages:
