@@ -195,6 +195,16 @@ def _keeps_cache(run: ComposedRun, stage: Stage) -> Messages:
         )
 
 
+def an_order_replaces_no_group(run: ComposedRun) -> Messages:
+    """Groups that replace others have no place in an order: their prompts and weights are those of the moment."""
+    replaces = run.selection is not None and run.selection.get("dynamic_sampling")
+    if run.file.schedule.replay is not None and replaces:
+        yield (
+            "selection.dynamic_sampling = true replaces groups whose rewards are all equal, by prompts and weights "
+            "that depend on when that is, so that no order can be repeated. Remove it or schedule.replay."
+        )
+
+
 def what_is_too_old_can_be(run: ComposedRun) -> Messages:
     """Requests become too old only where they are overtaken, and no order is repeated where they are."""
     schedule = run.file.schedule
@@ -359,6 +369,7 @@ RULES = (
     hybrid_has_devices_to_lend,
     several_requests_are_of_served_pools,
     what_a_push_cuts_short_goes_on,
+    an_order_replaces_no_group,
     what_is_too_old_can_be,
     a_window_overtakes_something,
     requests_divide,
