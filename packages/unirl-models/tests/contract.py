@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,6 +258,49 @@ def samples_with_their_own_step_are_those_of_that_step_alone(case: Case) -> None
         pipeline.replay(conditions, segment, torch.tensor([0]), torch.tensor([1]), params)
 
 
+def in_parts(sample: Callable[..., LatentSegment], cuts: Sequence[int]) -> LatentSegment:
+    """What `sample` gives whose walk is ended at each of these steps, and goes on. No step of it is taken twice."""
+    segment: LatentSegment | None = None
+    for cut in cuts:
+        asked = iter([*[False] * (cut - (0 if segment is None else int(segment.reached[0]))), True])
+        segment = sample(begun=segment, is_ending=lambda asked=asked: next(asked))
+        assert segment.reached.tolist() == [cut] * segment.batch_size and segment.unfinished is not None
+    return sample(begun=segment)
+
+
+def ended_early_and_continued_it_has_the_bits_of_the_whole(case: Case) -> None:
+    """At each step, at several, and before the first; also where samples share steps, and where a solver remembers."""
+    pipeline, starts, keys = case.pipeline, ["a"] * 4 + ["b"] * 4, [f"{at}:{leaf}" for at in "ab" for leaf in range(4)]
+    tree = {"branch_steps": [1, 2], "branch_factors": [2, 2]}
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"sde_indices": [2], "init_same_noise": True}, {"start_keys": starts}),
+        ({"sde_indices": [1], "post_solver": "dpmpp_2m", "keep_latents": "all"}, {}),
+        ({"sde_indices": [0], "post_solver": "unipc"}, {}),
+        ({"eta": 0.0, "sde_indices": [], "post_solver": "unipc", "keep_latents": "last"}, {}),
+        ({"sde_indices": [1, 2], "init_same_noise": True, **tree}, {"start_keys": starts}),
+        (
+            {"sde_indices": [1, 2], "init_same_noise": True, "one_step": "branch"},
+            {"start_keys": starts, "own_steps": [2, 1, 2, 1] * 2},
+        ),
+    ]
+    for changes, options in ways:
+        params = dataclasses.replace(case.params, samples_per_prompt=4, **changes)
+        with pipeline.evaluating():
+            inputs = {name: value.select([0] * 4 + [1] * 4) for name, value in case.inputs(2).items()}
+            conditions = pipeline.encode({"text": Texts(texts=[TEXTS[0]] * 4 + [TEXTS[1]] * 4), **inputs}, params)
+            noise = initial_noise(starts if options else keys, params.seed, pipeline.latent_shape(params))
+            sample = functools.partial(
+                pipeline.diffuse, conditions, noise, pipeline.sigmas(params), params, noise_keys=keys, **options
+            )
+            whole, steps = sample(), range(1, params.num_inference_steps)
+            singles = steps if not changes or params.eta == 0 else [2]  # each way at each step takes minutes
+            for cuts in (*([step] for step in singles), list(steps), [0, 2, 2, 4]):
+                found = in_parts(sample, cuts)
+                assert found.unfinished is None and found.indices == whole.indices
+                assert same_value(found, whole), (changes, cuts)
+
+
 def gradients_reach_what_trains_and_nothing_else(case: Case) -> None:
     conditions, segment = case.rollout()
     samples, steps = transition_rows(3, segment.sde_indices)
@@ -323,6 +367,7 @@ CHECKS = [
     samples_with_one_start_take_their_first_steps_together,
     shared_steps_are_taken_once_and_replay_bit_equal,
     samples_with_their_own_step_are_those_of_that_step_alone,
+    ended_early_and_continued_it_has_the_bits_of_the_whole,
     gradients_reach_what_trains_and_nothing_else,
     conditions_survive_select_and_concat,
     decode_gives_pixels,

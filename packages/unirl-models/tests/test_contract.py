@@ -1,5 +1,6 @@
 """The contract suite over every adapter, and what only the fakes can show."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,58 @@ def timesteps() -> Case:
 @pytest.mark.parametrize("name", ["sd3", "two_experts", "packed", "timesteps"])
 def test_adapter_contract(name: str, check: Callable[[Case], None], request: pytest.FixtureRequest) -> None:
     check(request.getfixturevalue(name))
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("name", ["sd3", "two_experts", "packed", "timesteps"])
+def test_each_transition_of_two_policies_has_the_log_prob_of_the_one_that_took_it(
+    name: str, cut: int, request: pytest.FixtureRequest
+) -> None:
+    """The latents are those of a walk whose weights are switched within it."""
+    case = request.getfixturevalue(name)
+    pipeline, (conditions, whole) = case.pipeline, case.rollout()
+    trained = [weight for module in pipeline.bundle.trainable_modules().values() for weight in module.parameters()]
+    kept = [weight.detach().clone() for weight in trained]
+
+    def load(scale: float) -> None:
+        with torch.no_grad():
+            for weight, old in zip(trained, kept, strict=True):
+                weight.copy_(old * scale)
+
+    noise = initial_noise(KEYS, case.params.seed, pipeline.latent_shape(case.params))
+    sample = functools.partial(
+        pipeline.diffuse, conditions, noise, pipeline.sigmas(case.params), case.params, noise_keys=KEYS
+    )
+    num_asked = 0
+
+    def switching() -> bool:
+        """Asked before the first step, and after each."""
+        nonlocal num_asked
+        if num_asked == cut:
+            load(0.9)
+        num_asked += 1
+        return False
+
+    try:
+        with pipeline.evaluating():
+            switched = sample(is_ending=switching)
+            load(1.0)
+            asked = iter([*[False] * cut, True])
+            begun = sample(is_ending=lambda: next(asked))
+            load(0.9)
+            found = sample(begun=begun)
+            assert found.equals(switched) and not torch.equal(found.clean_latents, whole.clean_latents)
+            assert found.sde_logp is not None
+            for column, step in enumerate(found.sde_indices):
+                load(1.0 if step < cut else 0.9)
+                rows = torch.arange(3)
+                logp_R = pipeline.replay(conditions, found, rows, torch.full((3,), step), case.params).logp_R
+                assert torch.equal(logp_R, found.sde_logp[:, column])
+                load(0.9 if step < cut else 1.0)
+                other_R = pipeline.replay(conditions, found, rows, torch.full((3,), step), case.params).logp_R
+                assert not torch.equal(other_R, found.sde_logp[:, column])
+    finally:
+        load(1.0)
 
 
 def test_rows_above_the_boundary_train_the_high_noise_expert_alone(two_experts: Case) -> None:

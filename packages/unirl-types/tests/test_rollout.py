@@ -14,7 +14,7 @@ from unirl.types.noise import NoiseRecipe, noise_keys
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import Credit, RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment, SizedLatents, TextSegment
+from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment, UnfinishedSteps
 from unirl.types.storage import load_rollout, save_rollout
 
 
@@ -323,6 +323,44 @@ def part_of_texts(names: list[str], versions: list[list[int]] | None = None, **m
     segment = TextSegment.pack(tokens=[torch.arange(2)] * len(names), **packed)
     track = RolloutTrack(sample_ids=names, segment=segment, policy_versions=torch.full((len(names),), 3), **more)
     return RolloutResp(tracks={"text": track})
+
+
+def part_of_latents(names: list[str], reached: int = 2, **more: Any) -> RolloutTrack:
+    num = len(names)
+    segment = LatentSegment(latents=torch.ones(num, 3, 1, 1), sigmas=torch.tensor([1.0, 0.5, 0]), indices=[0, 1, 2])
+    if reached < 2:
+        state = torch.ones(num, 1, 1, 1)
+        segment.unfinished = UnfinishedSteps(reached=torch.full((num,), reached), state=state)
+        segment.status = torch.full((num,), SegmentStatus.ABORTED)
+        more["is_unfinished"] = torch.ones(num, dtype=torch.bool)
+    decoded = Images(pixels=torch.ones(num, 3, 2, 2)) if reached == 2 else None
+    versions_B = torch.full((num,), 3)
+    return RolloutTrack(sample_ids=names, segment=segment, decoded=decoded, policy_versions=versions_B, **more)
+
+
+def test_parts_of_which_some_are_unfinished_join_without_media_and_say_how_far_each_is():
+    joined = RolloutTrack.concat([part_of_latents(["a", "b"]), part_of_latents(["c"], 1), part_of_latents(["d"], 0)])
+    segment = joined.segment
+    assert isinstance(segment, LatentSegment) and segment.unfinished is not None and segment.status is not None
+    assert segment.reached.tolist() == [2, 2, 1, 0] and joined.decoded is None
+    assert segment.status.tolist() == [SegmentStatus.COMPLETED] * 2 + [SegmentStatus.ABORTED] * 2
+    assert joined.is_unfinished is not None and joined.is_unfinished.tolist() == [False, False, True, True]
+    assert joined.policy_versions is not None
+    versions = segment.versions_by_step(joined.policy_versions)
+    assert versions.tolist() == [[3, 3], [3, 3], [3, -1], [-1, -1]]
+    with pytest.raises(ContractError, match=r"versions \(4, 3\) must be \[B, T\] = \[4, 2\]"):
+        segment.replace(versions=torch.zeros(4, 3))
+
+
+def test_parts_of_which_some_denoising_was_continued_join_with_the_versions_of_all_steps():
+    continued = part_of_latents(["a"], last_versions=torch.tensor([4]))
+    assert isinstance(continued.segment, LatentSegment)
+    continued.segment.versions = torch.tensor([[3, 4]])
+    joined = RolloutTrack.concat([part_of_latents(["b", "c"]), continued])
+    assert isinstance(joined.segment, LatentSegment) and joined.segment.versions is not None
+    assert joined.segment.versions.tolist() == [[3, 3], [3, 3], [3, 4]]
+    assert joined.last_versions is not None and joined.last_versions.tolist() == [3, 3, 4]
+    assert joined.decoded is not None
 
 
 def test_parts_of_which_some_were_continued_join_with_the_versions_of_all_tokens():

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
+from unirl.sde import loop
 from unirl.sde.loop import Velocity
 from unirl.sde.solvers import DPMSolverPP2M, Solver, UniPCSolver
+from unirl.sde.unfinished import Unfinished, Walk
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import DTYPES
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment, SegmentStatus, UnfinishedSteps
 
 
 @dataclass(frozen=True)
@@ -121,3 +124,72 @@ def solver_of(params: DiffusionSamplingParams) -> Solver | None:
             return DPMSolverPP2M()
         case "unipc":
             return UniPCSolver()
+
+
+def common_start(
+    velocity_of: Callable[[list[int]], Velocity],
+    latents: Tensor,
+    sigmas: Tensor,
+    storage_dtype: torch.dtype,
+    start_keys: Sequence[str],
+    start: int,
+    walk: Walk,
+) -> tuple[Tensor, int]:
+    """Latents [B, ...] at the last of `sigmas`, or where `walk` ends, walked to from `start` once for every distinct
+    start; and that position. The same latents where nothing is shared, or nothing is left."""
+    first_of = {key: row for row, key in reversed(list(enumerate(start_keys)))}
+    if start >= sigmas.numel() - 1 or len(first_of) == len(start_keys) or walk.is_over:
+        return latents, start
+    rows = sorted(first_of.values())
+    walked = loop.sample(
+        velocity_of(rows),
+        latents[rows],
+        sigmas,
+        storage_dtype=storage_dtype,
+        keep="last",
+        on_step=walk,
+        start=start,
+    )
+    final = walk.latents if walk.is_over and walk.latents is not None else walked.final
+    return final[[rows.index(first_of[key]) for key in start_keys]], walked.indices[-1]
+
+
+# Samples that were ended early --------------------------------------------------------------------------------------
+
+
+def never() -> bool:
+    """Nothing ends early."""
+    return False
+
+
+def unfinished_steps(begun: LatentSegment | None) -> Unfinished | None:
+    """What samples of a segment go on from. Raises ContractError if they are not all at the same position, or some are
+    finished."""
+    if begun is None:
+        return None
+    positions = sorted(set(begun.reached.tolist()))
+    if begun.unfinished is None or len(positions) != 1 or positions[0] >= begun.num_steps:
+        raise ContractError(
+            f"the samples to continue are at positions {positions} of {begun.num_steps}: pass those of one, unfinished"
+        )
+    return Unfinished(positions[0], begun.unfinished.state, begun.latents, begun.sde_logp)
+
+
+def recalls(solver: Solver | None, left: Unfinished | None, sigmas: Tensor, sde_indices: Sequence[int]) -> bool:
+    """True if the solver goes on from what an earlier walk left, which it then recalls."""
+    observed = max(sde_indices, default=-1)
+    if solver is None or left is None or left.reached <= max(observed, 0):
+        return False
+    solver.reset(sigmas.detach().to("cpu", torch.float32))
+    solver.recall(left.state[:, 1:].unbind(1), left.reached, observed)
+    return True
+
+
+def ended_early(segment: LatentSegment, unfinished: Unfinished) -> LatentSegment:
+    """The segment of samples that are all unfinished."""
+    count, device = segment.batch_size, segment.latents.device
+    reached = torch.full((count,), unfinished.reached, device=device)
+    return segment.replace(
+        status=torch.full((count,), SegmentStatus.ABORTED, device=device),
+        unfinished=UnfinishedSteps(reached=reached, state=unfinished.state),
+    )

@@ -10,7 +10,7 @@ Implements `unirl.types.protocols.models.DiffusionPipeline`. Shape letters: see 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -21,9 +21,14 @@ from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
 from unirl.models.diffusion import (
     ReplayedTransitions,
     check_trees,
+    common_start,
+    ended_early,
     in_forwards,
+    never,
+    recalls,
     solver_of,
     stochastic_steps,
+    unfinished_steps,
     walked_together,
 )
 from unirl.models.evaluation_mode import evaluating
@@ -33,6 +38,7 @@ from unirl.sde.loop import Velocity
 from unirl.sde.noise import step_noise
 from unirl.sde.schedule import Schedule
 from unirl.sde.shared_steps import sample_shared
+from unirl.sde.unfinished import Walk, stages_from
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Primitive, Videos
@@ -105,6 +111,8 @@ class DiffusionPipeline:
         noise_keys: Sequence[str],
         start_keys: Sequence[str] | None = None,
         own_steps: Sequence[int] | None = None,
+        begun: LatentSegment | None = None,
+        is_ending: Callable[[], bool] = never,
     ) -> LatentSegment:
         """Trajectories of B samples from `initial_latents` [B, ...], which the adapter's `starting_latents` puts at
         sigmas[0]. Call inside `evaluating()`.
@@ -113,6 +121,7 @@ class DiffusionPipeline:
         start_keys: B ids; samples of one id have equal initial latents and conditions, so the steps before the first
         stochastic one are taken once for all of them. None: every sample for itself.
         own_steps: B of the stochastic steps, the only one of each sample; None: samples have all of them.
+        begun, is_ending: see `unirl.types.protocols.models.ResumingDiffusionPipeline`.
         params.keep_latents: what is stored, see `unirl.sde.loop.sample`.
         The stochastic steps are params.sde_indices, or every step where that is None; none at eta = 0.
         Raises ContractError if sizes disagree, ConfigError for parameters that this pipeline cannot honour.
@@ -133,35 +142,54 @@ class DiffusionPipeline:
             raise ContractError(
                 f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
             )
-        sde_indices = stochastic_steps(params)
+        sde_indices, solver, left = stochastic_steps(params), solver_of(params), unfinished_steps(begun)
+        walk, branching = Walk(left, is_ending), params.branching
+        solver_goes_on = recalls(solver, left, sigmas, sde_indices)
         latents, start = self.adapter.starting_latents(initial_latents, float(sigmas[0]), conditions), 0
-        branching = params.branching
-        if branching is not None:
-            check_trees(branching, start_keys, num_samples)
-        elif start_keys is not None and sde_indices and params.keep_latents != "all":
-            latents, start = self._common_start(conditions, latents, sigmas, params, start_keys, min(sde_indices))
+        if left is not None and left.reached:
+            latents, start = left.state[:, 0], left.reached
 
         def velocity_of(rows: list[int]) -> Velocity:
             return self.bound(conditions if len(rows) == num_samples else select_rows(conditions, rows), params)
 
+        dtype, trajectory = DTYPES[params.trajectory_precision], None
+        if branching is not None:
+            check_trees(branching, start_keys, num_samples)
+        elif start_keys is not None and sde_indices and params.keep_latents != "all":
+            latents, start = common_start(
+                velocity_of, latents, sigmas[: min(sde_indices) + 1], dtype, start_keys, start, walk
+            )
         velocities = velocity_of
         if own_steps is not None and start_keys is not None and self.forward_batch_size is None:
             # Ranks that share a model's shards must run equally many forwards, so rows that are cut are not left out.
             together = walked_together(velocity_of, start_keys, own_steps, start)
             velocities = lambda rows: together  # noqa: E731
-        trajectory = sample_shared(
-            velocities,
+        if not walk.is_over:
+            trajectory = sample_shared(
+                velocities,
+                latents,
+                sigmas,
+                stages_from([(0, 1)] if branching is None else branching.stages, start),
+                strategy=self.strategy,
+                eta=params.eta,
+                sde_indices=sde_indices,
+                step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, shape),
+                storage_dtype=dtype,
+                solver=solver,
+                keep=params.keep_latents,
+                own_steps=own_steps,
+                on_step=walk,
+                solver_goes_on=solver_goes_on,
+            )
+        trajectory, unfinished = walk.whole(
+            trajectory,
             latents,
-            sigmas,
-            [(start, 1)] if branching is None else branching.stages,
-            strategy=self.strategy,
-            eta=params.eta,
-            sde_indices=sde_indices,
-            step_noise=lambda step, rows: step_noise([noise_keys[row] for row in rows], step, params.seed, shape),
-            storage_dtype=DTYPES[params.trajectory_precision],
-            solver=solver_of(params),
+            start,
             keep=params.keep_latents,
-            own_steps=own_steps,
+            sde_indices=sde_indices,
+            num_steps=params.num_inference_steps,
+            solver=solver,
+            storage_dtype=dtype,
         )
         segment = LatentSegment(
             modality=self.adapter.modality,
@@ -172,34 +200,13 @@ class DiffusionPipeline:
             sde_logp=trajectory.sde_logp,
             own_steps=None if own_steps is None else torch.tensor(list(own_steps), device=trajectory.latents.device),
         )
+        if unfinished is not None:
+            return ended_early(segment, unfinished)
         self.remember(conditions, segment, params)
         return segment
 
     def remember(self, conditions: Conditions, segment: LatentSegment, params: DiffusionSamplingParams) -> None:
         """Add to `conditions` what replays of the segment need besides it; nothing for most models."""
-
-    def _common_start(
-        self,
-        conditions: Conditions,
-        initial_latents: Tensor,
-        sigmas: Tensor,
-        params: DiffusionSamplingParams,
-        start_keys: Sequence[str],
-        position: int,
-    ) -> tuple[Tensor, int]:
-        """Latents [B, ...] at `position`, walked to once for every distinct start; and that position."""
-        first_of = {key: row for row, key in reversed(list(enumerate(start_keys)))}
-        if position == 0 or len(first_of) == len(start_keys):
-            return initial_latents, 0
-        rows = sorted(first_of.values())
-        walked = loop.sample(
-            self.bound(select_rows(conditions, rows), params),
-            initial_latents[rows],
-            sigmas[: position + 1],
-            storage_dtype=DTYPES[params.trajectory_precision],
-            keep="last",
-        )
-        return walked.final[[rows.index(first_of[key]) for key in start_keys]], position
 
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
         """Media of clean latents [B, ...] that were sampled with `params`, float32 in [0, 1]."""

@@ -32,7 +32,8 @@ class Trajectory:
     latents: Tensor
     """[B, K, ...] in the storage dtype."""
     indices: list[int]
-    """K positions in 0 .. T, ascending; slot k of `latents` is the latent at sigmas[indices[k]]. Always ends with T."""
+    """K positions in 0 .. T, ascending; slot k of `latents` is the latent at sigmas[indices[k]]. Ends with T, or with
+    the position where the walk was ended."""
     sde_indices: list[int]
     """S stochastic steps, ascending; step i leads from position i to i + 1."""
     sde_logp: Tensor | None
@@ -83,9 +84,10 @@ def sample(
     solver: Solver | None = None,
     keep: Keep = "transitions",
     keep_means: bool = False,
-    on_step: Callable[[int, Tensor], None] | None = None,
+    on_step: Callable[[int, Tensor], bool | None] | None = None,
     start: int = 0,
     own_steps: Sequence[int] | None = None,
+    solver_goes_on: bool = False,
 ) -> Trajectory:
     """Walks the schedule once from `initial` [B, ...] at sigmas[start] and returns what `keep` names.
 
@@ -98,10 +100,12 @@ def sample(
     the state is float32 and only the stored copy is rounded. So the trajectory does not depend on `keep`.
     keep: "transitions" stores i and i + 1 of every stochastic step i, and T; "all" stores 0 .. T; "last" stores T.
     keep_means: also returns the means of the stochastic steps, float32.
-    on_step: called with (i, latent at i + 1 in float32) after every step.
-    start: position of `initial`; earlier steps were taken elsewhere, none of them is stochastic.
+    on_step: called with (i, latent at i + 1 in float32) after every step. Where it gives True, the walk ends there, and
+        the trajectory is that of a schedule which ends at i + 1.
+    start: position of `initial`; earlier steps were taken elsewhere, `sde_indices` names none of them.
     own_steps: B of the stochastic steps, the only one of each row; rows take Euler steps at the others, whose log-prob
         is NaN. None: every row has all of them.
+    solver_goes_on: the solver took steps up to `start`, or recalls them; else it is reset.
     Raises ValueError for a bad schedule, index, keep or eta, for a missing strategy or step_noise, and for a solver
     that would never be used because the last step is stochastic.
     """
@@ -112,7 +116,7 @@ def sample(
         raise ValueError(
             f"start = {start} must lie in 0 .. {num_steps - 1} and before the stochastic steps {sde_steps}."
         )
-    kept = _kept_positions(keep, sde_steps, num_steps, start)
+    kept = kept_positions(keep, sde_steps, num_steps, start)
     last_sde = sde_steps[-1] if sde_steps else -1
     if sde_steps and (strategy is None or step_noise is None or eta == 0):
         raise ValueError(
@@ -124,15 +128,15 @@ def sample(
             f"the {strategy.name} kernel adds no noise on the step to sigma = 0, which then has no log-probability. "
             f"Leave step {last_sde} out of the stochastic ones ({sde_steps})."
         )
-    own_B = _checked_own_steps(own_steps, sde_steps, initial)
+    own_B = _checked_own_steps(own_steps, sde_steps, initial, start)
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
-    if solver is not None:
+    if solver is not None and not solver_goes_on:
         _check_solver_steps(start, sde_steps, num_steps)
         solver.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
 
     x = initial.float()
-    latents, logps, means = [], [], []
+    latents, logps, means, end = [], [], [], num_steps
     for index in range(start, num_steps):
         if index in sde_steps:
             x = x.to(storage_dtype).float()
@@ -166,13 +170,14 @@ def sample(
             x = solver.step(x, velocity(x, sigma_R, step_R), index)
         else:
             x = euler_step(x, velocity(x, sigma_R, step_R), sigma_R, sigma_next_R)
-        if on_step is not None:
-            on_step(index, x)
+        if on_step is not None and on_step(index, x):
+            end = index + 1
+            break
     latents.append(x.to(storage_dtype))
     return Trajectory(
         latents=torch.stack(latents, dim=1),
-        indices=sorted(kept),
-        sde_indices=sde_steps,
+        indices=sorted({end, *(position for position in kept if position < end)}),
+        sde_indices=[step for step in sde_steps if step < end],
         sde_logp=torch.stack(logps, dim=1) if logps else None,
         sde_means=torch.stack(means, dim=1) if means else None,
     )
@@ -285,7 +290,7 @@ def _checked_sigmas(sigmas: Tensor) -> list[float]:
     return levels
 
 
-def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int, start: int) -> set[int]:
+def kept_positions(keep: Keep, sde_steps: Sequence[int], num_steps: int, start: int = 0) -> set[int]:
     """The positions among start .. T that `keep` stores; T is always one of them."""
     if keep not in get_args(Keep):
         raise ValueError(f"keep = {keep!r} is not one of {get_args(Keep)}.")
@@ -295,10 +300,12 @@ def _kept_positions(keep: Keep, sde_steps: list[int], num_steps: int, start: int
     return {num_steps, *ends, *(step + 1 for step in ends)}
 
 
-def _checked_own_steps(own_steps: Sequence[int] | None, sde_steps: list[int], initial: Tensor) -> Tensor | None:
+def _checked_own_steps(
+    own_steps: Sequence[int] | None, sde_steps: list[int], initial: Tensor, start: int
+) -> Tensor | None:
     if own_steps is None:
         return None
-    if len(own_steps) != initial.shape[0] or not set(own_steps) <= set(sde_steps):
+    if len(own_steps) != initial.shape[0] or not {step for step in own_steps if step >= start} <= set(sde_steps):
         raise ValueError(
             f"own_steps = {list(own_steps)} must be one of the stochastic steps {sde_steps} for each of "
             f"{initial.shape[0]} rows."

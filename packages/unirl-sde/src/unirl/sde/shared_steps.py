@@ -29,6 +29,8 @@ def sample_shared(
     keep: Keep = "transitions",
     keep_means: bool = False,
     own_steps: Sequence[int] | None = None,
+    on_step: Callable[[int, Tensor], bool | None] | None = None,
+    solver_goes_on: bool = False,
 ) -> Trajectory:
     """Trajectories of all B samples of `initial`, walked in stages; see `unirl.sde.loop.sample` for all else.
 
@@ -37,6 +39,7 @@ def sample_shared(
         Every stage but the first begins with a stochastic step, where those that it parts get their own noise.
     velocity_of(rows): the velocity of these samples. step_noise(i, rows): their noise at step i, [len(rows), ...].
     own_steps: as in `sample`, for one stage alone.
+    on_step: as in `sample`, with the latents of the stage.
     Samples that share a step have the same stored latents, log-prob and mean there. One stage of size 1 is `sample`.
     Raises ValueError for stages that are not so.
     """
@@ -46,6 +49,13 @@ def sample_shared(
         raise ValueError(f"stages {list(stages)} share stochastic steps, and own_steps gives each sample one.")
     ends = [*(start for start, _ in stages[1:]), sigmas.numel() - 1]
     parts: list[Trajectory] = []
+    is_over = False
+
+    def ended(index: int, latents: Tensor) -> bool:
+        nonlocal is_over
+        is_over = on_step is not None and bool(on_step(index, latents))
+        return is_over
+
     x = initial[:: stages[0][1]]
     for (start, size), end in zip(stages, ends, strict=True):
         rows = list(range(0, num_samples, size))
@@ -68,9 +78,14 @@ def sample_shared(
                 keep=keep,
                 keep_means=keep_means and bool(own),
                 own_steps=own_steps,
+                on_step=ended,
+                solver_goes_on=solver_goes_on and is_last,
             )
         )
-    return parts[0] if len(parts) == 1 else _joined(parts, num_samples)
+        if is_over:
+            break
+    is_whole = len(parts) == 1 and parts[0].latents.shape[0] == num_samples
+    return parts[0] if is_whole else _joined(parts, num_samples)
 
 
 def _check_stages(stages: Sequence[tuple[int, int]], num_samples: int, sde_steps: set[int]) -> None:

@@ -5,7 +5,8 @@ trajectory at a time. Shape letters: see `unirl.sde`.
 """
 
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from unirl.sde.rows import check_rows, check_same_shape, over_rows
 
 class Solver(Protocol):
     """A deterministic sampler: `reset` with the T + 1 sigmas, then `step` for index 0 .. T - 1 in order."""
+
+    num_remembered: ClassVar[int]
+    """H, latents that it remembers of earlier steps at most."""
 
     def reset(self, sigmas: Tensor) -> None:
         """Forgets the previous trajectory and takes the schedule of the next one, [T + 1], decreasing."""
@@ -26,6 +30,15 @@ class Solver(Protocol):
 
     def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
         """Record latent and velocity at a stochastic step, which the kernel takes."""
+        ...
+
+    def remembered(self) -> list[Tensor]:
+        """What the next step needs of earlier ones, H latents [B, ...] at most."""
+        ...
+
+    def recall(self, latents: Sequence[Tensor], index: int, observed: int) -> None:
+        """After `reset`, go on with step `index` from what another one remembered, H latents of which the last may mean
+        nothing. observed: the step that was observed; -1 where none was."""
         ...
 
 
@@ -55,6 +68,8 @@ def _step_sigmas(sigmas: list[float], index: int) -> tuple[float, float]:
 class EulerSolver:
     """First-order steps, x + v dt; the same numbers as the loop without a solver."""
 
+    num_remembered: ClassVar[int] = 0
+
     def __init__(self) -> None:
         self._sigmas: list[float] = []
 
@@ -69,6 +84,13 @@ class EulerSolver:
 
     def observe(self, x: Tensor, velocity: Tensor, index: int) -> None:
         """Nothing: a step of first order looks at no other."""
+
+    def remembered(self) -> list[Tensor]:
+        """Nothing, as `observe`."""
+        return []
+
+    def recall(self, latents: Sequence[Tensor], index: int, observed: int) -> None:
+        """Nothing, as `observe`."""
 
 
 def _filled(x: Tensor, value: float) -> Tensor:
@@ -87,6 +109,8 @@ class DPMSolverPP2M:
     From sigma = 1 the previous h is infinite, so step 1 of a full schedule is first order as well.
     Source: DPM-Solver++ (arXiv 2211.01095), algorithm 2, with the flow-matching alpha and sigma.
     """
+
+    num_remembered: ClassVar[int] = 1
 
     def __init__(self) -> None:
         self._sigmas: list[float] = []
@@ -117,6 +141,14 @@ class DPMSolverPP2M:
         x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
         self._previous = (index, x0)
 
+    def remembered(self) -> list[Tensor]:
+        """The last predicted clean latent."""
+        return [] if self._previous is None else [self._previous[1]]
+
+    def recall(self, latents: Sequence[Tensor], index: int, observed: int) -> None:
+        """Takes the prediction that another one remembered, where step `index` looks at one."""
+        self._previous = (index - 1, latents[0]) if index > max(observed, 0) else None
+
 
 class UniPCSolver:
     """UniPC of second order: a predicted step, corrected by the prediction that the model makes at its end.
@@ -132,6 +164,8 @@ class UniPCSolver:
     Equal to diffusers' UniPCMultistepScheduler with flow sigmas, solver_order 2, "bh2" and predict_x0, Wan's settings.
     Source: UniPC (arXiv 2302.04867), B(h) = e^h - 1, with the flow-matching alpha and sigma.
     """
+
+    num_remembered: ClassVar[int] = 3
 
     def __init__(self) -> None:
         self._sigmas: list[float] = []
@@ -168,6 +202,19 @@ class UniPCSolver:
         """Keeps the predicted clean latent for the next step."""
         x0 = at_least_float32(x) - self._sigmas[index] * at_least_float32(velocity)
         self._predictions, self._step = [(index, x0)], None
+
+    def remembered(self) -> list[Tensor]:
+        """The last predicted clean latents, newest first, and where the last step began, if it is to be corrected."""
+        own = [x0 for _, x0 in reversed(self._predictions)]
+        return own if self._step is None else [*own, self._step[0]]
+
+    def recall(self, latents: Sequence[Tensor], index: int, observed: int) -> None:
+        """Takes the predictions and the step that another one remembered, as `remembered` gives them."""
+        first = max(observed, 0)
+        count = min(2, max(0, index - first))
+        self._predictions = [(index - 1 - back, latents[back]) for back in reversed(range(count))]
+        was_observed = index - 1 == observed
+        self._step = None if not count or was_observed else (latents[count], 1 if index - 1 == first else 2)
 
     def _corrected(self, x0: Tensor, index: int) -> Tensor:
         """The latent at position `index` by the step that led there and the prediction that the model makes there."""

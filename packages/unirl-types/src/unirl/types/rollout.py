@@ -163,7 +163,8 @@ class RolloutTrack(Batch):
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
         """What some shards lack where others have it: NaN for the components of one in which nothing could be scored, 0
-        for what it never counted, and the versions of tokens where one version made it."""
+        for what it never counted, and the versions of tokens or steps where one version made it. No media where some
+        denoising is unfinished: they are decoded when all is finished."""
         scored = [part for part in parts if part.rewards is not None]
         keys = list(dict.fromkeys(key for part in scored for key in part.component_rewards))
         parts = [part._with_components(keys) if part.has_no_reward else part for part in parts]
@@ -171,6 +172,8 @@ class RolloutTrack(Batch):
         parts = [part if part.counts.keys() == set(counted) else part._with_counts(counted) for part in parts]
         if any(part.is_unfinished is not None for part in parts):
             parts = [part._with_endings() for part in parts]
+            if any(isinstance(part.segment, LatentSegment) for part in parts):
+                parts = [part.replace(decoded=None) for part in parts]
         if any(part.last_versions is not None for part in parts):
             parts = [part._with_token_versions() for part in parts]
         return parts
@@ -196,6 +199,8 @@ class RolloutTrack(Batch):
             return self
         if isinstance(segment, TextSegment):
             segment = segment.replace(versions=segment.versions_by_token(versions_B))
+        elif isinstance(segment, LatentSegment):
+            segment = segment.replace(versions=segment.versions_by_step(versions_B).to(segment.latents.device))
         return self.replace(last_versions=versions_B, segment=segment)
 
     @property

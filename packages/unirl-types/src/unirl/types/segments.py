@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -90,8 +91,22 @@ class TextSegment(Segment):
 
 
 @dataclass(kw_only=True, eq=False)
+class UnfinishedSteps(Batch):
+    """What denoising goes on from that was ended early."""
+
+    reached: Tensor = per_sample()
+    """[B] int64: the position that each sample has reached, which is the step that follows; T where it is finished."""
+    state: Tensor = per_sample()
+    """[B, 1 + H, ...] float32: the latent there, and the H tensors that the solver of the last steps remembers; 0 of
+    finished samples."""
+
+
+@dataclass(kw_only=True, eq=False)
 class LatentSegment(Segment):
-    """A denoising trajectory. Stored positions: both ends of every stochastic step, and the final latent."""
+    """A denoising trajectory. Stored positions: both ends of every stochastic step, and the final latent.
+
+    Where a sample is unfinished, what it has not come to is 0, and `status` is ABORTED.
+    """
 
     modality: Modality = shared(default=Modality.IMAGE)
     latents: Tensor = per_sample()
@@ -109,6 +124,11 @@ class LatentSegment(Segment):
     own_steps: Tensor | None = per_sample(default=None)
     """[B] int64: which of the S steps was the one stochastic step of each sample; the others were Euler's, and their
     log-probs are NaN. Absent: every sample has all of them."""
+    versions: Tensor | None = per_sample(default=None)
+    """[B, T] int64: version of the policy that took each step, -1 before it is taken. Absent: that of the sample
+    (`RolloutTrack.policy_versions`)."""
+    unfinished: UnfinishedSteps | None = per_sample(default=None)
+    """Absent: all samples are finished."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectory was sampled with; replay uses these and no others."""
 
@@ -141,6 +161,40 @@ class LatentSegment(Segment):
                 )
         if self.own_steps is not None and not set(self.own_steps.tolist()) <= set(self.sde_indices):
             raise ContractError(f"own_steps {self.own_steps.tolist()} must be stochastic steps, {self.sde_indices}")
+        if self.versions is not None and self.versions.shape != (self.latents.shape[0], self.num_steps):
+            raise ContractError(
+                f"LatentSegment.versions {tuple(self.versions.shape)} must be [B, T] = "
+                f"[{self.latents.shape[0]}, {self.num_steps}]"
+            )
+
+    @classmethod
+    def _align(cls, parts: list[Self]) -> list[Self]:
+        """Where some shards have unfinished samples, the others say that theirs are finished."""
+        states = [part.unfinished.state for part in parts if part.unfinished is not None]
+        return [part._with_endings(states[0]) for part in parts] if states else parts
+
+    def _with_endings(self, state: Tensor) -> Self:
+        if self.unfinished is not None:
+            return self
+        nothing = state.new_zeros((self.batch_size, *state.shape[1:]))
+        done = UnfinishedSteps(reached=self.reached.to(state.device), state=nothing)
+        ended = torch.full((self.batch_size,), SegmentStatus.COMPLETED, device=state.device)
+        return self.replace(unfinished=done, status=ended if self.status is None else self.status)
+
+    @property
+    def reached(self) -> Tensor:
+        """[B] int64 on the CPU: the position 0..T that each sample has reached."""
+        if self.unfinished is not None:
+            return self.unfinished.reached.cpu()
+        return torch.full((self.batch_size,), self.num_steps)
+
+    def versions_by_step(self, versions_B: Tensor) -> Tensor:
+        """[B, T] int64 on the CPU, `versions`, or where there are none those of the samples, `versions_B` [B]; -1 of
+        steps that are not taken."""
+        if self.versions is not None:
+            return self.versions.cpu()
+        is_taken = torch.arange(self.num_steps) < self.reached[:, None]
+        return torch.where(is_taken, versions_B.cpu()[:, None], -1)
 
     @property
     def num_steps(self) -> int:
@@ -204,6 +258,7 @@ class LatentSegment(Segment):
             sde_logp=self.sde_logp,
             sde_means=None if self.sde_means is None else list(self.sde_means),
             own_steps=self.own_steps,
+            versions=self.versions,
             params=self.params,
         )
 
@@ -232,6 +287,8 @@ class SizedLatents(Segment):
     """Per sample [S, C, h, w], see `LatentSegment`."""
     own_steps: Tensor | None = per_sample(default=None)
     """[B], see `LatentSegment`."""
+    versions: Tensor | None = per_sample(default=None)
+    """[B, T], see `LatentSegment`."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectories were sampled with but for the size: height and width are those of an image whose size
     was not chosen."""
@@ -255,5 +312,6 @@ class SizedLatents(Segment):
             sde_logp=self.sde_logp,
             sde_means=None if self.sde_means is None else torch.stack(self.sde_means),
             own_steps=self.own_steps,
+            versions=self.versions,
             params=replace(self.params, height=height, width=width),
         )

@@ -48,7 +48,7 @@ from unirl.types.sampling import (
     DiffusionSamplingParams,
     StagedSamplingParams,
 )
-from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment
+from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment, UnfinishedSteps
 
 FORMAT = "unirl-rollout"
 VERSION = 1
@@ -59,7 +59,7 @@ _CLASSES: dict[str, type] = {
         *(Texts, Images, ImageLists, SizedImages, Videos, Audios, Embeddings),
         *(TextEmbedCondition, TextTokenCondition, PromptCondition, ImagePatchCondition, ExpertCondition),
         *(ImageLatentCondition, ImageEmbedCondition),
-        *(TextSegment, LatentSegment, SizedLatents, ActionSegment),
+        *(TextSegment, LatentSegment, SizedLatents, ActionSegment, UnfinishedSteps),
         *(DiffusionPlan, RolloutReq, RolloutTrack, RolloutResp, RewardRequest, RewardResponse),
         *(BaseSamplingParams, DiffusionSamplingParams, ARSamplingParams, ActionSamplingParams, StagedSamplingParams),
         *(Message, ShownImage),

@@ -150,6 +150,32 @@ class DiffusionPipeline(Protocol):
         ...
 
 
+class ResumingDiffusionPipeline(DiffusionPipeline, Protocol):
+    """A diffusion pipeline that can end denoising early, and go on with other weights."""
+
+    def diffuse(
+        self,
+        conditions: Conditions,
+        initial_latents: Tensor,
+        sigmas: Tensor,
+        params: DiffusionSamplingParams,
+        *,
+        noise_keys: Sequence[str],
+        start_keys: Sequence[str] | None = None,
+        own_steps: Sequence[int] | None = None,
+        begun: LatentSegment | None = None,
+        is_ending: Callable[[], bool] = ...,
+    ) -> LatentSegment:
+        """See `DiffusionPipeline.diffuse`.
+
+        begun: what an earlier call left of the same samples, all unfinished at one step, on the device of
+            `initial_latents`; they go on there, with the noise that they would have had. None: nothing was begun.
+        is_ending: asked before the first and after each step; once it is true, what there is is returned: all samples
+            ABORTED and `unfinished`.
+        """
+        ...
+
+
 class TextCodec(Protocol):
     """Between what a user writes and the tokens that a model reads. Needs no weights.
 
