@@ -183,14 +183,18 @@ def test_after_a_skipped_step_pi_is_still_pi_prox():
     assert float(part.metrics.maxima["policy/ratio_max_abs_dev"]) == 0.0
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_denoising_steps_are_put_on_the_same_line(chunk: int | None):
+@pytest.mark.parametrize(("chunk", "cut"), [(None, 0), (3, 0), (None, 1), (3, 2)])
+def test_denoising_steps_are_put_on_the_same_line(chunk: int | None, cut: int):
+    """cut: steps that weights took which are two versions older than those of the others."""
     options: dict[str, Any] = {"rollout_correction": UNBOUNDED, "clip_range": 1e-3, "rows_per_forward": chunk}
     made = diffusion_setup(DiffusionGRPO, old_logp_source="log-linear", **options)
     track = latents_rollout(made.pipeline).tracks["image"]
     versions = torch.tensor([5, 4, 3, 0, 2, 1])
     displace(made.backend, 0.05)
     segment = segment_of(track)
+    older = 2 * (torch.arange(segment.num_steps) < cut).long()
+    if cut:
+        segment = track.segment = segment.replace(versions=versions[:, None] - older)
     assert segment.sde_logp is not None and segment.params is not None
     made.backend.progress.policy_version = 7
     micro = replace(micro_of(track.replace(policy_versions=versions)), update=2, policy_version=5)
@@ -201,7 +205,8 @@ def test_denoising_steps_are_put_on_the_same_line(chunk: int | None):
         one = torch.tensor([sample]), torch.tensor([step])
         logp = made.pipeline.replay(track.conditions, segment, *one, segment.params).logp_R[0].double()
         behave = segment.sde_logp[sample, step].double()
-        share = (5 - int(versions[sample])) / (7 - int(versions[sample]))
+        version = int(versions[sample] - older[step])
+        share = (5 - version) / (7 - version)
         prox = (behave + share * (logp - behave)).detach()
         ratio, advantage = (logp - prox).exp(), micro.advantages[sample].double()
         clipped = torch.minimum(ratio * advantage, ratio.clamp(1 - 1e-3, 1 + 1e-3) * advantage)

@@ -143,6 +143,42 @@ def test_samples_of_an_older_policy_are_left_out():
         run(made, micro_of(track.replace(policy_versions=None)))
 
 
+def with_step_versions(track: Any, versions: Any) -> Any:
+    """versions: [B, T] numbers."""
+    versions = torch.tensor(versions)
+    segment = segment_of(track).replace(versions=versions)
+    return track.replace(segment=segment, policy_versions=versions[:, 0], last_versions=versions[:, -1])
+
+
+CUT_AT = [0, 1, 2, 3, 1, 0]
+"""Per sample, the step from which on newer weights denoised."""
+
+
+@pytest.mark.parametrize("source", ["max_staleness", "noise_floor"])
+def test_a_step_is_as_old_as_the_weights_that_took_it(source: str):
+    """Steps before the cut are of version -2, the others of version 0, the present one."""
+    correction = {
+        "max_staleness": RolloutCorrection(mode="mask", lower=0.0, upper=None, max_staleness=1),
+        "noise_floor": RolloutCorrection(mode="mask", lower=0.0, upper=None, noise_floor=FLOOR),
+    }[source]
+    made = setup(DiffusionGRPO, rollout_correction=correction)
+    versions = [[-2] * cut + [0] * (4 - cut) for cut in CUT_AT]
+    micro = micro_of(with_step_versions(found_by_engine(made), versions))
+    is_left = torch.tensor(versions)[:, :3] == 0
+    if source == "noise_floor":
+        is_left = is_left | torch.tensor([True, True, False])  # the noise of the last step alone is below the floor
+    expected = torch.where(is_left, GAPS.double().exp(), 0.0).flatten()
+    _, gradients, metrics = run(made, micro)
+    made.backend.zero_grad()
+    sample_R, step_R = made.algorithm.rows(micro)
+    stats = made.pipeline.replay(micro.track.conditions, segment_of(micro.track), sample_R, step_R, sampling())
+    loss = -(expected * micro.advantages[sample_R] * stats.logp_R).mean()
+    parameters = made.backend.parameters
+    close(gradients, dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)))
+    assert metrics["mismatch/correction/dropped_fraction"] == pytest.approx(float((~is_left).float().mean()))
+    assert metrics["mismatch/staleness/max"] == 2, "the age of a sample is that of its first step"
+
+
 def test_the_updates_of_a_rollout_do_not_make_its_samples_older():
     correction = RolloutCorrection(max_staleness=1)
     made = setup(DiffusionGRPO, rollout_correction=correction, updates=3)

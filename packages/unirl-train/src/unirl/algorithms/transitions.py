@@ -191,7 +191,7 @@ class TransitionAlgorithm(RatioAlgorithm):
                 micro.traces.steps(micro.track, micro.update, samples, steps, policy.logp_R)
             given_logp_R = None if rollout_R is None else rollout_R[rows]
             if self.old_logp_source == "log-linear":
-                replayed_R = self._log_linear(micro, policy, given_logp_R, samples)
+                replayed_R = self._log_linear(micro, policy, given_logp_R, samples, steps)
             else:
                 replayed_R = self._replayed_logp(micro, policy, rows)
             loss_R, metrics = self.surrogate(
@@ -271,14 +271,14 @@ class TransitionAlgorithm(RatioAlgorithm):
         return policy.logp_R.detach() if micro.update == 0 else None
 
     def _log_linear(
-        self, micro: MicroBatch, policy: TransitionStats, rollout_R: Tensor | None, sample_R: Tensor
+        self, micro: MicroBatch, policy: TransitionStats, rollout_R: Tensor | None, sample_R: Tensor, step_R: Tensor
     ) -> Tensor:
         if rollout_R is None:
             raise ContractError(
                 "old_logp_source = 'log-linear' but the engine returned no log-probs. Use old_logp_source: replay."
             )
-        share_B = self.log_linear_share(micro, self._policies)
-        return log_linear_logp(policy.logp_R, rollout_R, share_B[sample_R.to(share_B.device)])
+        share_R = self.log_linear_share(micro, self._policies, _versions(micro, sample_R, step_R))
+        return log_linear_logp(policy.logp_R, rollout_R, share_R)
 
     def _old_logp(self, replayed_R: Tensor | None, rollout_R: Tensor | None) -> Tensor:
         if self.old_logp_source != "rollout" and replayed_R is not None:
@@ -312,12 +312,10 @@ class TransitionAlgorithm(RatioAlgorithm):
                 "returned none. Set rollout_correction: null."
             )
         samples_B, lengths_B = sample_R.unique_consecutive(return_counts=True)
-        staleness_B, staleness_R = self.staleness(micro, self._policies), None
-        if staleness_B is not None:
-            staleness_R = staleness_B[sample_R.to(staleness_B.device)]
-            staleness_B = staleness_B[samples_B.to(staleness_B.device)]
-            if metrics is not None:
-                report_staleness(metrics, staleness_B.float())
+        staleness_B = self.staleness(micro, self._policies)
+        staleness_R = self.staleness(micro, self._policies, _versions(micro, sample_R, step_R))
+        if staleness_B is not None and metrics is not None:
+            report_staleness(metrics, staleness_B[samples_B.to(staleness_B.device)].float())
         gap_R = replayed_R - rollout_R.to(replayed_R.device)
         noise_R = None if self.rollout_correction.noise_floor is None else self._noise(micro.segment, step_R)
         return gap_R, self.rollout_correction.weights(gap_R, lengths_B.to(gap_R.device), staleness_R, noise_R)
@@ -353,6 +351,14 @@ class TransitionAlgorithm(RatioAlgorithm):
     def _replay(self, micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> TransitionStats:
         params = sampled_with(micro.segment.params, self._params)
         return self._pipeline.replay(micro.track.conditions, micro.segment, sample_R, step_R, params)
+
+
+def _versions(micro: MicroBatch, sample_R: Tensor, step_R: Tensor) -> Tensor | None:
+    """Version of the policy that took each step, int64 [R]; None if the engine gives none."""
+    versions_BT, versions_B = micro.segment.versions, micro.track.policy_versions
+    if versions_BT is not None:
+        return versions_BT[sample_R.to(versions_BT.device), step_R.to(versions_BT.device)]
+    return None if versions_B is None else versions_B[sample_R.to(versions_B.device)]
 
 
 def report_gap(metrics: RowMetrics, gap_R: Tensor, step_R: Tensor, steps: Sequence[int]) -> None:
