@@ -42,11 +42,11 @@ class DyingEngine(ReplicaRolloutEngine):
         self._dies_at, self._marks, self._kills = dies_at.split(","), Path(marks), kills
 
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req, policy=None):
+    def generate(self, req, policy=None, begun=None):
         mark = self._marks / str(req.rollout_id)
         if str(req.rollout_id) in self._dies_at and not mark.exists():
             mark.touch()
             if self._kills:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise WorkerError("engine", "it died")
-        return super().generate(req, policy)
+        return super().generate(req, policy, begun)

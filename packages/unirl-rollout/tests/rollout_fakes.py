@@ -10,12 +10,13 @@ from unirl.sde import loop
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import step_noise
 from unirl.sde.schedule import linear_sigmas
+from unirl.sde.unfinished import Unfinished, Walk
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.media import Images, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment
+from unirl.types.segments import LatentSegment, SegmentStatus, UnfinishedSteps
 
 SHAPE = (2, 3, 3)
 PARAMS = DiffusionSamplingParams(num_inference_steps=4, eta=0.7, guidance_scale=1.0, sde_indices=[0, 2], seed=3)
@@ -43,20 +44,57 @@ class LinearPipeline:
         lengths = [float(len(text)) for text in primitives["text"].texts]
         return {"text": TextEmbedCondition(embeds=torch.tensor(lengths).view(-1, 1, 1))}
 
-    def diffuse(self, conditions, initial_latents, sigmas, params, *, noise_keys, start_keys=None, own_steps=None):
+    def diffuse(
+        self,
+        conditions,
+        initial_latents,
+        sigmas,
+        params,
+        *,
+        noise_keys,
+        start_keys=None,
+        own_steps=None,
+        begun=None,
+        is_ending=lambda: False,
+    ):
         self.start_keys = start_keys
         self.batch_sizes.append(len(initial_latents))
-        found = loop.sample(
-            lambda x, sigma, step: self.a * x + self.b,
-            initial_latents,
-            sigmas,
-            strategy=FlowSDEStrategy(),
-            eta=params.eta,
+        at, x, left = 0, initial_latents, None
+        if begun is not None:
+            (at,) = set(begun.reached.tolist())
+            x = begun.unfinished.state[:, 0] if at else x
+            left = Unfinished(at, begun.unfinished.state, begun.latents, begun.sde_logp)
+        walk, found = Walk(left, is_ending), None
+        if not walk.is_over:
+            found = loop.sample(
+                lambda x, sigma, step: self.a * x + self.b,
+                x,
+                sigmas,
+                strategy=FlowSDEStrategy(),
+                eta=params.eta,
+                sde_indices=[step for step in params.sde_indices or [] if step >= at],
+                step_noise=lambda step: step_noise(noise_keys, step, params.seed, SHAPE),
+                own_steps=own_steps,
+                on_step=walk,
+                start=at,
+            )
+        found, unfinished = walk.whole(
+            found,
+            x,
+            at,
+            keep="transitions",
             sde_indices=params.sde_indices or [],
-            step_noise=lambda step: step_noise(noise_keys, step, params.seed, SHAPE),
-            own_steps=own_steps,
+            num_steps=params.num_inference_steps,
+            solver=None,
+            storage_dtype=torch.float32,
         )
+        ended: dict[str, Any] = {}
+        if unfinished is not None:
+            reached = torch.full((len(x),), unfinished.reached)
+            ended["unfinished"] = UnfinishedSteps(reached=reached, state=unfinished.state)
+            ended["status"] = torch.full((len(x),), SegmentStatus.ABORTED)
         return LatentSegment(
+            **ended,
             latents=found.latents,
             sigmas=sigmas,
             indices=found.indices,

@@ -1,5 +1,6 @@
 """Engines over a copy of the model: what was pushed is what they sample from, bit for bit."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,15 @@ from test_trainside_text import FiveWords
 from test_trainside_text import request as text_request
 from torch import nn
 
+from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.replica.engine import ReplicaRolloutEngine
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
 from unirl.rollout.engine.replica.weights import ReplicaWeights
 from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
+from unirl.sde.noise import initial_noise, step_noise
 from unirl.types.deltas import element_delta
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
+from unirl.types.storage import load_rollout, save_rollout
 from unirl.types.weights import AdapterConfig, WeightBucket, weight_buckets, weight_spec
 
 
@@ -45,8 +49,8 @@ class _Matrix:
 
 def replica(seed=0, **options) -> Any:
     pipeline: Any = LayerPipeline(seed)
-    engine = ReplicaRolloutEngine(pipeline, bundle=pipeline.bundle, dtype="fp32", forward_batch_size=2, **options)
-    return engine, pipeline
+    given: dict[str, Any] = {"dtype": "fp32", "forward_batch_size": 2, **options}
+    return ReplicaRolloutEngine(pipeline, bundle=pipeline.bundle, **given), pipeline
 
 
 def trainside(pipeline) -> TrainsideRolloutEngine:
@@ -278,6 +282,107 @@ def test_a_replica_that_keeps_nothing_counts_nothing():
     engine = ReplicaTextEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=5)
     begun = ended_early(engine, pipeline)
     assert begun.num_unfinished and not engine.generate(text_request(), None, begun).root_track().counts
+
+
+class Ending:
+    """Ends an engine after so many steps of all its batches, each of which is a call of the layer."""
+
+    def __init__(self, engine, pipeline, steps: int) -> None:
+        self.left = steps
+        self.hook = pipeline.layer.register_forward_hook(self)
+        self.engine = engine
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.engine.abort()
+
+
+def cut_at(steps: int, engine, pipeline, *args) -> Any:
+    """What `generate` gives that is ended after so many steps."""
+    ending = Ending(engine, pipeline, steps)
+    begun = engine.generate(*args)
+    ending.hook.remove()
+    return begun
+
+
+NUM_STEPS = PARAMS.num_inference_steps
+
+
+@pytest.mark.parametrize("cut", range(1, 2 * NUM_STEPS))
+def test_denoising_that_goes_on_with_the_same_weights_has_the_bits_of_the_whole(cut, tmp_path):
+    engine, pipeline = replica()
+    whole: Any = engine.generate(request()).root_track()
+    begun = cut_at(cut, engine, pipeline, request())
+    track: Any = begun.root_track()
+    first, second = min(cut, NUM_STEPS), max(cut - NUM_STEPS, 0)
+    assert track.segment.reached.tolist() == [first] * 2 + [second] * 2 and track.decoded is None
+    assert track.is_unfinished.tolist() == [first < NUM_STEPS] * 2 + [True] * 2
+    save_rollout(tmp_path / "begun.safetensors", begun)
+    begun, _ = load_rollout(tmp_path / "begun.safetensors")
+    pipeline.encoded.clear()
+    resumed: Any = engine.generate(request(), None, begun).root_track()
+    assert not pipeline.encoded, "the texts were encoded when the samples began"
+    assert resumed.is_unfinished is None and resumed.last_versions.tolist() == [0] * 4
+    assert resumed.segment.replace(versions=None).equals(whole.segment)
+    assert torch.equal(resumed.decoded.pixels, whole.decoded.pixels)
+
+
+@pytest.mark.parametrize("cut", range(1, NUM_STEPS))
+def test_weights_that_change_at_a_step_are_those_of_a_loop_that_switches_there(cut):
+    engine, pipeline = replica(seed=1)
+    weights = [pipeline.layer.weight.detach().clone(), torch.eye(3) * 0.3]
+    begun = cut_at(cut, engine, pipeline, request(num=2))
+    push(engine, weights[1], version=5)
+    track: Any = engine.generate(request(num=2), None, begun).root_track()
+    segment, eta, stochastic = track.segment, PARAMS.eta, PARAMS.sde_indices or []
+    x = initial_noise(request(num=2).init_noise_group_ids, PARAMS.seed, SHAPE)
+    sigmas = segment.sigmas.tolist()
+    for step in range(NUM_STEPS):
+        sigma, dt = sigmas[step], sigmas[step + 1] - sigmas[step]
+        velocity = x @ weights[step >= cut].T + pipeline.b
+        if step not in stochastic:
+            x = x + velocity * dt
+            continue
+        q = eta * math.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
+        mean = x + velocity * dt + q**2 / (2 * sigma) * (x + (1 - sigma) * velocity) * dt
+        normal = torch.distributions.Normal(mean, q * math.sqrt(-dt))
+        torch.testing.assert_close(segment.latents_at(step), x, rtol=1e-6, atol=1e-6)
+        x = mean + normal.stddev * step_noise(step_noise_keys(request(num=2)), step, PARAMS.seed, SHAPE)
+        column = stochastic.index(step)
+        drawn = segment.latents_at(step + 1)
+        logp = normal.log_prob(drawn).flatten(1).mean(1)
+        torch.testing.assert_close(segment.sde_logp[:, column], logp, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(segment.clean_latents, x, rtol=1e-6, atol=1e-6)
+    assert segment.versions.tolist() == [[0] * cut + [5] * (NUM_STEPS - cut)] * 2
+    assert track.policy_versions.tolist() == [0, 0] and track.last_versions.tolist() == [5, 5]
+
+
+def test_samples_at_unequal_steps_go_on_together_and_may_be_cut_short_again():
+    """Another size of batch puts samples of several steps into one, as a run that is resumed with it does."""
+    engine, pipeline = replica()
+    whole: Any = engine.generate(request(num=6)).root_track()
+    begun = cut_at(NUM_STEPS + 2, engine, pipeline, request(num=6))
+    assert begun.root_track().segment.reached.tolist() == [4, 4, 2, 2, 0, 0]
+    other, copied = replica(forward_batch_size=6)
+    push(other, pipeline.layer.weight.detach(), version=3)
+    begun = cut_at(1, other, copied, request(num=6), None, begun)
+    track: Any = begun.root_track()
+    assert track.segment.reached.tolist() == [4, 4, 2, 2, 1, 1]  # those furthest behind come first
+    assert track.policy_versions.tolist() == [0, 0, 0, 0, 3, 3] and track.last_versions.tolist() == [0, 0, 0, 0, 3, 3]
+    push(other, pipeline.layer.weight.detach(), version=4)
+    resumed: Any = other.generate(request(num=6), None, begun).root_track()
+    assert torch.equal(resumed.segment.latents, whole.segment.latents)
+    assert resumed.segment.versions.tolist() == [[0] * 4] * 2 + [[0, 0, 4, 4]] * 2 + [[3, 4, 4, 4]] * 2
+    assert resumed.segment.status is None and resumed.segment.unfinished is None
+
+
+def test_what_is_no_trajectory_is_not_continued():
+    engine, _ = replica()
+    begun = engine.generate(request())
+    begun.root_track().segment = None
+    with pytest.raises(ContractError, match="the samples to continue are no trajectories"):
+        engine.generate(request(), None, begun)
 
 
 def test_the_parameters_of_a_plan_are_the_pipelines():

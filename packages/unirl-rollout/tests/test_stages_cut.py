@@ -17,7 +17,7 @@ from unirl.rollout.engine.replica.text import ReplicaTextEngine
 from unirl.rollout.stages.engine import StagesEngine
 from unirl.rollout.stages.reading import Asked, Instruction, Redraw, Thought, WrittenPrompt
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.segments import SegmentStatus, TextSegment
+from unirl.types.segments import LatentSegment, SegmentStatus, SizedLatents, TextSegment
 from unirl.types.stages import BuiltStage
 from unirl.types.storage import load_rollout, save_rollout
 from unirl.types.weights import WeightBucket, weight_spec
@@ -73,14 +73,17 @@ def writer(clock: Clock, words: Any = None) -> Any:
 
 
 def painter(clock: Clock, field: Any = None) -> Any:
-    """A painter that is never cut, whose copy has a weight that the images do not depend on."""
+    """A painter whose copy has a weight that the images do not depend on. It ticks at each batch and each step."""
     bundle: Any = SimpleNamespace(trainable_modules=lambda: {"transformer": nn.Linear(1, 5, bias=False)})
     pipeline: Any = field or LinearPipeline()
     diffuse = pipeline.diffuse
 
-    def ticking(*args: Any, **options: Any) -> Any:
-        clock.tick()
-        return diffuse(*args, **options)
+    def ticking(*args: Any, is_ending: Any, **options: Any) -> Any:
+        def asked() -> bool:
+            clock.tick()
+            return is_ending()
+
+        return diffuse(*args, is_ending=asked, **options)
 
     pipeline.diffuse = ticking
     return ReplicaRolloutEngine(pipeline, bundle=bundle, dtype="fp32", forward_batch_size=5), pipeline
@@ -156,7 +159,8 @@ def same(found: RolloutResp, whole: RolloutResp) -> None:
 
 def _without_versions(track: RolloutTrack) -> RolloutTrack:
     segment = track.segment
-    return track.replace(segment=segment.replace(versions=None)) if isinstance(segment, TextSegment) else track
+    assert isinstance(segment, (TextSegment, LatentSegment, SizedLatents))
+    return track.replace(segment=segment.replace(versions=None))
 
 
 def whole(make: Any) -> RolloutResp:
@@ -214,11 +218,11 @@ def test_shards_that_were_cut_in_other_stages_join_and_go_on_in_any_division(see
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_track_and_token_has_the_version_of_the_push_after_which_it_was_made(seed):
+def test_every_token_and_step_has_the_version_of_the_push_after_which_it_was_made(seed):
     """Two policies, whose pushes have other versions."""
     clock, rng = Clock(), random.Random(seed)
     stages, req = two(clock)
-    version, cuts, drawn_at = 0, [], None
+    version, cuts, reached = 0, list[list[int]](), list[list[int]]()
 
     def pushed(begun: RolloutResp) -> RolloutResp:
         nonlocal version
@@ -227,6 +231,8 @@ def test_every_track_and_token_has_the_version_of_the_push_after_which_it_was_ma
         push(stages["image"].engine, 100 + version)
         segment: Any = begun.tracks["text"].segment
         cuts.append(segment.lengths.tolist())
+        drawn: Any = begun.tracks["image"].segment if "image" in begun.tracks else None
+        reached.append([0] * 12 if drawn is None else drawn.reached.tolist())
         return begun
 
     found, num = cut(clock, StagesEngine(stages), req, rng, pushed)
@@ -237,8 +243,12 @@ def test_every_track_and_token_has_the_version_of_the_push_after_which_it_was_ma
         assert own.tolist() == [sum(at <= place for at in written) for place in range(len(own))]
     assert text.policy_versions is not None and image.policy_versions is not None
     last = text.policy_versions if text.last_versions is None else text.last_versions
-    (drawn_at,) = set(image.policy_versions.tolist())
-    assert drawn_at == (100 + num if num else 0) and image.last_versions is None
+    drawn: Any = image.segment
+    expected = [[sum(own[row] <= step for own in reached) for step in range(drawn.num_steps)] for row in range(12)]
+    versions = drawn.versions_by_step(image.policy_versions)
+    assert versions.tolist() == [[100 + pushes if pushes else 0 for pushes in own] for own in expected]
+    assert image.policy_versions.tolist() == versions[:, 0].tolist()
+    assert image.last_versions is None or image.last_versions.tolist() == versions[:, -1].tolist()
     assert max(last.tolist()) <= num and version == num > 0
 
 

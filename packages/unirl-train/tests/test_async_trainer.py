@@ -39,6 +39,7 @@ from unirl.trainer.settings import TrainerSettings
 from unirl.types.errors import ConfigError, RewardError, WorkerError
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.segments import LatentSegment
 
 WAIT_S = 60
 
@@ -86,7 +87,10 @@ class CutEngine(CopyEngine):
             former = begun.tracks["image"]
             assert former.sample_ids == track.sample_ids and former.is_unfinished is not None
             self.continued.append(former.is_unfinished.tolist())
-            track = track.replace(policy_versions=former.policy_versions, last_versions=track.policy_versions)
+            segment, old, new = track.segment, former.policy_versions, track.policy_versions
+            assert isinstance(segment, LatentSegment) and old is not None and new is not None
+            versions = torch.stack([old, *[new] * (segment.num_steps - 1)], dim=1)
+            track = track.replace(segment=segment.replace(versions=versions), policy_versions=old, last_versions=new)
         if waits:
             track = track.replace(is_unfinished=torch.arange(track.batch_size) % 2 == 1)
         return RolloutResp(tracks={"image": track})

@@ -147,7 +147,8 @@ class RolloutTrack(Batch):
     last_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version ended the sample. Absent: the one that began it."""
     is_unfinished: Tensor | None = per_sample(default=None)
-    """[B] bool: the engine was told to end the sample early, and can continue it (`RolloutReq.begun`). Absent: none."""
+    """[B] bool: the engine was told to end the sample early, and can continue it (`RolloutReq.begun`). Absent: none. Of
+    selected rows that all are False, images may have to be decoded still."""
     counts: dict[str, Tensor] = per_sample(default_factory=dict)
     """[B] float32 each: what the engine counted of each sample, for the metrics. What is absent was never met: 0."""
 
@@ -351,7 +352,7 @@ class RolloutResp(Batch):
     def has_all_of(self, name: str) -> bool:
         """True if there is a track of this name, finished, that grew from every sample of its parent."""
         track = self.tracks.get(name)
-        if track is None or (track.is_unfinished is not None and bool(track.is_unfinished.any())):
+        if track is None or track.is_unfinished is not None:
             return False
         return track.parent_track is None or not set(self.tracks[track.parent_track].sample_ids) - set(track.group_ids)
 

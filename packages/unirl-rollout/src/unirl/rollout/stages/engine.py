@@ -113,7 +113,7 @@ class StagesEngine(BaseRolloutEngine):
             else:
                 tracks[track] = self._root(track, req, params, copy, tracks.get(track))
             resp = dataclasses.replace(resp, tracks=tracks)
-            if resp.num_unfinished:
+            if _is_unfinished(tracks[track]):
                 break
         return resp
 
@@ -265,7 +265,8 @@ class StagesEngine(BaseRolloutEngine):
 
 
 def _is_unfinished(track: RolloutTrack) -> bool:
-    return track.is_unfinished is not None and bool(track.is_unfinished.any())
+    """True also of rows that are finished, but were cut short with others, and have no media."""
+    return track.is_unfinished is not None
 
 
 def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:

@@ -158,13 +158,18 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
         )
     elif schedule.replay is not None:
         yield (
-            f"{said} ends calls after as many tokens as there are, so that no order can be repeated. Remove it or "
-            "schedule.replay."
+            f"{said} ends calls after as many tokens or steps as there are, so that no order can be repeated. Remove "
+            "it or schedule.replay."
         )
     if not any(stage.engine.ability("can_resume") for stage in run.stages):
         names = [stage.engine.name + (f" of {stage.at}" if run.is_staged else "") for stage in run.stages]
         do = "do" if len(names) > 1 else "does"
         yield f"{said}, but {' and '.join(names)} {do} not continue what was ended early. Set on_push: finish."
+    elif (noting := _notes_experts(run)) is not None:
+        yield (
+            f"{said} has several policies denoise a sample, and {noting.at}.replays_experts notes the experts of one. "
+            "Set one of them otherwise."
+        )
     elif schedule.on_push == "in_place" and run.is_staged:
         yield (
             f"{said} keeps keys and values of requests of one stage, and this run has {len(run.stages)}. Set on_push: "
@@ -174,10 +179,22 @@ def what_a_push_cuts_short_goes_on(run: ComposedRun) -> Messages:
         yield from _keeps_cache(run, run.stages[0])
 
 
+def _notes_experts(run: ComposedRun) -> Part | None:
+    """A pipeline that notes the experts of samples which a push may cut short while they are denoised."""
+    for stage in run.stages:
+        if stage.engine.ability("can_resume") and not stage.sampling.ability("samples_tokens"):
+            pipelines = run.all_policies[stage.policy].pipelines.values()
+            if noting := next((pipeline for pipeline in pipelines if pipeline.get("replays_experts")), None):
+                return noting
+    return None
+
+
 def _keeps_cache(run: ComposedRun, stage: Stage) -> Messages:
     """The engine keeps keys and values, and gets what it has kept back, with the next weights of the same policy."""
     said, instead = "schedule.on_push = in_place keeps keys and values", "Set on_push: retract."
-    if "keeps_cache" not in stage.engine.keywords:
+    if not stage.sampling.ability("samples_tokens"):
+        yield f"{said}, and {stage.engine.name} has none: denoising goes on from a latent with retract too. {instead}"
+    elif "keeps_cache" not in stage.engine.keywords:
         yield f"{said}, which {stage.engine.name} drops when a text is ended early. {instead}"
     if stage.turns is not None:
         yield f"{said} of single texts, and {stage.turns.at} takes turns with an environment. {instead}"

@@ -16,6 +16,7 @@ from unirl.types.protocols.engines import ChunkListener
 from unirl.types.protocols.models import ModelBundle, StacksWeights
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import Precision
 from unirl.types.weights import AdapterConfig, WeightBucket, WeightReceipt, WeightSpec
 
@@ -105,3 +106,26 @@ class PushedSampling(PushedWeights, DirectSampling):
 
     def _version(self) -> int:
         return self.policy_version
+
+
+class ResumingSampling(PushedSampling):
+    """Ends early what it samples, and continues it. Implements unirl.types.protocols.engines.ResumingEngine."""
+
+    can_abort: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = True
+    _is_ending = False
+
+    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
+    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
+        """See `ResumingEngine.generate` of unirl.types.protocols.engines."""
+        self._is_ending = False
+        return super().generate(req.continuing(begun), policy)
+
+    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
+    def abort(self) -> None:
+        """End the `generate` that runs in another thread, see `BaseRolloutEngine`."""
+        self._is_ending = True
+
+    def _ends(self) -> bool:
+        """True once `abort` was called."""
+        return self._is_ending

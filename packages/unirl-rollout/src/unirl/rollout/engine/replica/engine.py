@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from unirl.rollout.engine.replica.base import PushedSampling
+from unirl.rollout.engine.begun_latents import BegunLatents
+from unirl.rollout.engine.replica.base import ResumingSampling
 from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
 from unirl.types.bounds import PositiveInt, bounded
-from unirl.types.protocols.models import DiffusionPipeline, ModelBundle
+from unirl.types.conditions import Condition
+from unirl.types.protocols.models import ModelBundle, ResumingDiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
-from unirl.types.sampling import Precision
+from unirl.types.rollout import RolloutReq
+from unirl.types.sampling import DiffusionSamplingParams, Precision
+from unirl.types.segments import LatentSegment
 
 
 @bounded("engine")
-class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
+class ReplicaRolloutEngine(ResumingSampling, TrainsideRolloutEngine):
     """Samples with a copy of the pipeline; supports every model family and needs no other packages.
 
     pipeline, bundle: built for this engine alone (`has_own_model`). policies: the training backend in this process,
     whose policy version the replica starts with; None if this process does not train.
     dtype: of the replica's trainable components; pushed tensors must have it.
     Other arguments: see `TrainsideRolloutEngine`.
+
+    `abort` ends denoising after the present step. What was begun goes on there with the noise that it would have had.
     """
 
     def __init__(
         self,
-        pipeline: DiffusionPipeline,
+        pipeline: ResumingDiffusionPipeline,
         policies: PolicyStore | None = None,
         *,
         bundle: ModelBundle,
@@ -48,4 +54,26 @@ class ReplicaRolloutEngine(PushedSampling, TrainsideRolloutEngine):
             dump_dir=dump_dir,
             track=track,
         )
+        self._resuming = pipeline
         self._own(bundle, dtype, device, policies)
+
+    def _conditions(self, req: RolloutReq, params: DiffusionSamplingParams) -> dict[str, Condition]:
+        """Those that the samples began with, where they are begun."""
+        begun = req.begun
+        if begun is None:
+            return super()._conditions(req, params)
+        return {name: condition.to(self._device) for name, condition in begun.conditions.items()}
+
+    def _segment(
+        self, req: RolloutReq, conditions: dict[str, Condition], params: DiffusionSamplingParams
+    ) -> LatentSegment:
+        begun = BegunLatents.of(req, self._device)
+        if begun is None:
+            return self._resuming.diffuse(conditions, **self._walk(req, params), is_ending=self._ends)
+        parts = []
+        for rows in begun.unfinished:
+            own = {name: condition.select(rows) for name, condition in conditions.items()}
+            walk = self._walk(req.select(rows), params)
+            more = self._resuming.diffuse(own, **walk, begun=begun.segment.select(rows), is_ending=self._ends)
+            parts.append((rows, more))
+        return begun.whole(parts, self._version())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.begun_texts import BegunTexts
-from unirl.rollout.engine.replica.base import PushedSampling
+from unirl.rollout.engine.replica.base import ResumingSampling
 from unirl.rollout.engine.trainside.text import TrainsideTextEngine
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
@@ -23,7 +22,7 @@ from unirl.types.segments import TextSegment
 
 
 @bounded("engine")
-class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
+class ReplicaTextEngine(ResumingSampling, TrainsideTextEngine):
     """Samples completions with a copy of the pipeline. Arguments: see `ReplicaRolloutEngine`.
 
     `abort` ends them after the present token. What was begun is continued with the draws that it would have had.
@@ -31,9 +30,6 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         prefill. One batch of `forward_batch_size` samples is kept, the last; others are read anew.
     """
 
-    can_abort: ClassVar[bool] = True
-    can_resume: ClassVar[bool] = True
-    _is_ending = False
     _continued: Mapping[str, Tensor] = {}
     """Counts of the present chunk."""
 
@@ -57,17 +53,6 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
         self._resuming = pipeline
         self._kept = KeptTexts() if keeps_cache else None
         self._own(bundle, dtype, device, policies)
-
-    @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
-    def generate(self, req: RolloutReq, policy: str | None = None, begun: RolloutResp | None = None) -> RolloutResp:
-        """See `ResumingEngine.generate` of unirl.types.protocols.engines."""
-        self._is_ending = False
-        return super().generate(req.continuing(begun), policy)
-
-    @distributed(Dispatch.BROADCAST, Collect.FIRST, is_control=True)
-    def abort(self) -> None:
-        """End the `generate` that runs in another thread, see `BaseRolloutEngine`."""
-        self._is_ending = True
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def sleep(self) -> None:
@@ -94,7 +79,7 @@ class ReplicaTextEngine(PushedSampling, TrainsideTextEngine):
                 params,
                 noise_keys=keys,
                 num_begun=begun.lengths if begun.segment is not None else None,
-                is_ending=lambda: self._is_ending,
+                is_ending=self._ends,
                 kept=self._kept,
             )
             if self._kept is not None and self._kept.was_held:

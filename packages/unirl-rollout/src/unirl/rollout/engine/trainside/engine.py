@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
+from torch import Tensor
 
 from unirl.rollout.checks import (
     diffusion_params,
@@ -19,15 +20,30 @@ from unirl.rollout.checks import (
     verify_segment,
 )
 from unirl.rollout.engine.base import PipelineEngine
+from unirl.rollout.engine.begun_latents import mark_step_versions
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.types.bounds import PositiveInt, bounded
+from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Videos
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
+from unirl.types.sampling import DiffusionSamplingParams
+from unirl.types.segments import LatentSegment
 
 MediaBits = Literal[8, 32]
+
+
+class DiffuseArguments(TypedDict):
+    """What `DiffusionPipeline.diffuse` takes besides conditions."""
+
+    initial_latents: Tensor
+    sigmas: Tensor
+    params: DiffusionSamplingParams
+    noise_keys: Sequence[str]
+    start_keys: Sequence[str] | None
+    own_steps: Sequence[int] | None
 
 
 @bounded("engine")
@@ -85,24 +101,33 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
 
     def _generate_chunk(self, req: RolloutReq) -> RolloutResp:
         params = diffusion_params(req)
-        sigmas = pinned_sigmas(req, params)
-        conditions = self._pipeline.encode(req.primitives, params)
-        start = starting_latents(noise_recipe(req, params)).to(self._device)
-        segment = self._pipeline.diffuse(
-            conditions,
-            start,
-            sigmas,
-            params,
-            noise_keys=step_noise_keys(req),
-            start_keys=req.init_noise_group_ids if params.init_same_noise else None,
-            own_steps=own_steps(req, params),
-        )
-        segment = segment.replace(params=params)
-        verify_segment(segment, sigmas, params)
-        decoded = self._pipeline.decode(segment.clean_latents, params) if self._decodes else None
+        conditions = self._conditions(req, params)
+        segment = self._segment(req, conditions, params).replace(params=params)
+        verify_segment(segment, pinned_sigmas(req, params), params)
+        is_decoded = self._decodes and segment.unfinished is None
+        decoded = self._pipeline.decode(segment.clean_latents, params) if is_decoded else None
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(decoded))
-        track.policy_versions = self._versions(req.batch_size)
-        return RolloutResp(tracks={self._track: track})
+        return RolloutResp(tracks={self._track: mark_step_versions(track, self._version())})
+
+    def _conditions(self, req: RolloutReq, params: DiffusionSamplingParams) -> dict[str, Condition]:
+        return self._pipeline.encode(req.primitives, params)
+
+    def _segment(
+        self, req: RolloutReq, conditions: dict[str, Condition], params: DiffusionSamplingParams
+    ) -> LatentSegment:
+        """What the model denoises; may add to the conditions what replays need."""
+        return self._pipeline.diffuse(conditions, **self._walk(req, params))
+
+    def _walk(self, req: RolloutReq, params: DiffusionSamplingParams) -> DiffuseArguments:
+        """Arguments of `diffuse`."""
+        return {
+            "initial_latents": starting_latents(noise_recipe(req, params)).to(self._device),
+            "sigmas": pinned_sigmas(req, params),
+            "params": params,
+            "noise_keys": step_noise_keys(req),
+            "start_keys": req.init_noise_group_ids if params.init_same_noise else None,
+            "own_steps": own_steps(req, params),
+        }
 
     def _kept(self, media: Images | Videos | None) -> Images | Videos | None:
         """Media in the form that the track keeps."""
