@@ -29,7 +29,7 @@ STAGES = [
     *("policies.writer.sampling.samples_per_prompt=8", "policies.painter.sampling.samples_per_prompt=1"),
     *("eval=null", "save.best_metric=reward", "media_interval=0", "schedule.on_push=retract", *AHEAD),
 ]
-"""A writer that a push cuts short, and a painter that it does not; both learn."""
+"""A writer and a painter with copies of their models, which a push cuts short; both learn."""
 
 
 def run(run_dir, name, words, **how):
@@ -42,6 +42,19 @@ def run(run_dir, name, words, **how):
         }
         for step, own in records.items()
     }
+
+
+SERVED_STAGES = [
+    *STAGES,
+    *("runtime=ray", "num_devices=4", "cluster.cpus_per_device=.4", "stages.text.pool=writers"),
+    *("stages.image.pool=painters", "reward.pool=judge"),
+]
+"""The writer, the painter and the reward on separate devices."""
+POOLS = {
+    "even": "writers:{devices:1},painters:{devices:2}",
+    "served": "writers:{devices:1,served:true,samples_per_call:8},painters:{devices:2,served:true,samples_per_call:8}",
+    "mixed": "writers:{devices:1,served:true,samples_per_call:8},painters:{devices:2}",
+}
 
 
 def killed_after(run_dir, step):
@@ -89,7 +102,7 @@ def test_episodes_that_were_cut_short_go_on_in_the_run_that_resumes(tmp_path):
 
 
 def test_what_a_push_left_of_several_stages_goes_on_in_the_run_that_resumes(tmp_path):
-    words = [*STAGES, "num_rollouts=3", "schedule.groups_per_request=1"]
+    words = [*STAGES, "num_rollouts=3", "policies.painter.engine.forward_batch_size=1"]
     whole = run(tmp_path / "whole", "worlds/phrases/both", words)
     left, requests = next(
         (left, [each for each in requests if each["stage"] == "begun"])
@@ -104,7 +117,7 @@ def test_what_a_push_left_of_several_stages_goes_on_in_the_run_that_resumes(tmp_
     assert set(found) | set(whole) == {1, 2, 3} and max(found) == 3
     assert all(math.isfinite(own["image/reward/mean"]) for own in found.values())
     lines = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
-    assert {line["request"] for line in lines} == set(range(6))
+    assert {line["request"] for line in lines} == {0, 1, 2}
     assert [line["version"] for line in lines if line["request"] == begun["number"] and line.get("resumed")]
     for folder in (tmp_path / "whole", left):  # each prompt was asked for once, and is trained on
         state = json.loads((folder / "checkpoints" / "step-000003" / "driver_state.json").read_text())
@@ -130,3 +143,20 @@ def test_calls_of_a_served_pool_go_on_in_the_run_that_resumes(tmp_path):
     (line,) = [line for line in last if line["request"] == begun["number"]][-1:]
     kept = line.get("calls", {"rollout": [line["version"]] * len(leg["bounds"])})["rollout"]
     assert [kept[call] for call in calls] == [versions[call][0] for call in calls]
+
+
+@pytest.mark.matrix
+@pytest.mark.usefixtures("ray_of_two_cores")
+@pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
+def test_what_a_push_left_in_separate_pools_goes_on_there_and_in_the_run_that_resumes(tmp_path, pools):
+    words = [*SERVED_STAGES, f"+pools={{train:{{devices:0}},{pools},judge:{{devices:3}}}}", "num_rollouts=4"]
+    run(tmp_path / "whole", "worlds/phrases/both", words)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / REQUESTS).read_text().splitlines()]
+    assert any(line.get("resumed") for line in lines)
+    left, requests = killed_after(tmp_path / "whole", 2)
+    assert requests
+    found = run(left, "worlds/phrases/both", [*words, "resume=auto"])
+    assert found.keys() == {3, 4}
+    for folder in (tmp_path / "whole", left):
+        state = json.loads((folder / "checkpoints" / "step-000004" / "driver_state.json").read_text())
+        assert (state["data"]["position"], state["num_samples"]) == (8, 8 * 8) and not state["in_flight"]["requests"]
