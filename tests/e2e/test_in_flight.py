@@ -12,6 +12,7 @@ from test_schedules import MACHINE, SMALL_TEXT
 from unirl.app.environment import register_resolvers
 from unirl.config.recipes import compose, resolve
 from unirl.trainer.loops.order import REQUESTS
+from unirl.types.segments import LatentSegment
 from unirl.types.storage import load_rollout
 
 AHEAD = ["schedule.kind=async", "schedule.max_staleness=2", "save.interval=1", "save.keep_last=9"]
@@ -60,7 +61,7 @@ POOLS = {
 def killed_after(run_dir, step):
     """What is left of a run that was killed after it saved this step."""
     left = run_dir.with_name(f"{run_dir.name}-killed")
-    shutil.copytree(run_dir, left)
+    shutil.copytree(run_dir, left, dirs_exist_ok=True)
     for path in (left / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
@@ -99,6 +100,29 @@ def test_episodes_that_were_cut_short_go_on_in_the_run_that_resumes(tmp_path):
     (begun,) = [each["number"] for each in requests if each["stage"] == "begun"]
     assert [line["resumed"] for line in lines if line["request"] == begun and line.get("resumed")]
     assert not any("rollout/begun_again" in key for key in found[3])
+
+
+def test_denoising_that_was_cut_short_goes_on_at_its_step_in_the_run_that_resumes(tmp_path):
+    words = [*SMALL, "parts/correction=truncated_steps", "schedule.on_push=retract", *AHEAD, "eval=null"]
+    words += ["save.best_metric=reward", "algorithm.step_fraction=.05", "sampling.num_inference_steps=32"]
+    words += ["num_rollouts=4", "stack.num_updates_per_batch=1", "sampling.samples_per_prompt=8"]
+    whole = run(tmp_path / "whole", "worlds/shapes/replica", words)
+    left, requests = next(
+        (left, [each for each in requests if each["stage"] == "begun"])
+        for left, requests in (killed_after(tmp_path / "whole", step) for step in (1, 2, 3))
+        if any(each["stage"] == "begun" for each in requests)
+    )
+    (begun,) = requests
+    state = max((left / "checkpoints").glob("step-*")) / "in_flight"
+    resp, _ = load_rollout(next(state.glob(f"*request-{begun['number']:06d}-*")))
+    segment = resp.root_track().segment
+    assert isinstance(segment, LatentSegment) and segment.unfinished is not None
+    reached = segment.reached.tolist()
+    assert max(reached) > 0 and min(reached) < segment.num_steps and resp.root_track().decoded is None
+    found = run(left, "worlds/shapes/replica", [*words, "resume=auto"])
+    assert max(found) == max(whole) == 4 and all(math.isfinite(own["reward/mean"]) for own in found.values())
+    lines = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
+    assert [line["version"] for line in lines if line["request"] == begun["number"] and line.get("resumed")]
 
 
 def test_what_a_push_left_of_several_stages_goes_on_in_the_run_that_resumes(tmp_path):
