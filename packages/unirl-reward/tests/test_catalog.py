@@ -6,18 +6,26 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import unirl.reward
 from unirl.reward.base import LocalScorer
 from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.catalog import CATALOG, cards_in, named_as
 from unirl.reward.function import FunctionRewardScorer, imported
+from unirl.reward.local.detection.colours import ColourClassifier
+from unirl.reward.local.detection.detectors import MaskDetector, OpenVocabularyDetector
 from unirl.reward.local.images.clip import CLIPRewardScorer
 from unirl.reward.local.images.compressibility import JPEGCompressibilityScorer, JPEGIncompressibilityScorer
 from unirl.reward.local.images.hpsv2 import HPSv2RewardScorer
+from unirl.reward.local.judges.vlm_judge import VLMJudge
+from unirl.reward.local.ocr.got_ocr import GOTOCRScorer
+from unirl.reward.local.vision_language.hpsv3 import HPSv3Scorer
+from unirl.reward.local.vision_language.video_align import VideoAlignScorer
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
@@ -189,3 +197,48 @@ def test_normalise_brings_clip_logits_down_by_30_and_hpsv2_keeps_its_cosine(clip
 
 def test_a_function_has_a_card_too():
     assert FunctionRewardScorer(lambda images, prompts, metadata: [0.0], name="mine").card == CATALOG["function"]
+
+
+def test_what_names_a_model_says_how_large_it_is():
+    """`trainer check --memory` and rehearsals count it; judges and detectors of scorers too."""
+    named = []
+    for value in (*shipped_scorers().values(), VLMJudge, MaskDetector, OpenVocabularyDetector, ColourClassifier):
+        given = inspect.signature(value).parameters
+        if {"model", "dtype"} <= given.keys() and given["model"].default is not inspect.Parameter.empty:
+            named.append(value)
+    assert len(named) > 10
+    assert not [value.__name__ for value in named if not getattr(value, "model_billions", 0)]
+
+
+def test_sizes_are_those_of_the_released_shapes():
+    def billions(model):
+        return sum(parameter.numel() for parameter in model.parameters()) / 1e9
+
+    of_7b: dict[str, Any] = {
+        "text_config": {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        "vision_config": {"hidden_size": 3584},
+    }
+    of_2b: dict[str, Any] = {
+        "text_config": {
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        "vision_config": {"hidden_size": 1536},
+    }
+    with torch.device("meta"):
+        for values, scorer in ((of_7b, HPSv3Scorer), (of_2b, VideoAlignScorer)):
+            backbone = transformers.Qwen2VLModel(transformers.Qwen2VLConfig(**values))
+            assert billions(backbone) == pytest.approx(scorer.model_billions, abs=1e-3)
+        reader = transformers.GotOcr2ForConditionalGeneration(transformers.GotOcr2Config())
+        assert billions(reader) == pytest.approx(GOTOCRScorer.model_billions, abs=1e-3)

@@ -6,7 +6,7 @@ Legend: b objects, c colours, D embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -28,6 +28,9 @@ class ColourClassifier:
     model: folder or hub id of a CLIP model; GenEval was published with OpenAI's ViT-L/14. dtype: of its towers.
     Raises ConfigError if the model cannot be loaded.
     """
+
+    model_billions: ClassVar[float] = 0.428
+    """Size of CLIP ViT-L/14, for `trainer check --memory`."""
 
     def __init__(
         self, *, model: str = "openai/clip-vit-large-patch14", dtype: str = "fp32", device: str = "cpu"

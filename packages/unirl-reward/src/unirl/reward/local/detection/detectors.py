@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from PIL import Image
@@ -96,6 +96,8 @@ class MaskDetector(_PretrainedDetector):
     dtype: "fp32", "bf16" or "fp16". Extra `geneval`. Raises ConfigError if the model cannot be loaded.
     """
 
+    model_billions: ClassVar[float] = 0.069
+    """Size of Mask2Former Swin-S, for `trainer check --memory`."""
     _auto_class = "AutoModelForUniversalSegmentation"
 
     def __init__(
@@ -129,6 +131,8 @@ class OpenVocabularyDetector(_PretrainedDetector):
     set the thresholds of the scorer accordingly. Raises ConfigError if the model cannot be loaded or without labels.
     """
 
+    model_billions: ClassVar[float] = 0.155
+    """Size of OWLv2 base, for `trainer check --memory`."""
     _auto_class = "AutoModelForZeroShotObjectDetection"
 
     def __init__(

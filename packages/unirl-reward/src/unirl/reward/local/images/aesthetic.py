@@ -36,6 +36,7 @@ class AestheticScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    model_billions = 0.429
     card = ScorerCard(
         name="aesthetic",
         summary="how people rate the looks of an image",

@@ -72,6 +72,7 @@ class ImageRewardScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    model_billions = 0.442
     card = ScorerCard(
         name="image_reward",
         summary="how much people like an image for a prompt",

@@ -32,6 +32,7 @@ class GOTOCRScorer(OCRScorer):
     Source: General OCR Theory (arXiv 2409.01704).
     """
 
+    model_billions = 0.561
     card = ScorerCard(
         name="got_ocr",
         summary="the text that the prompt quotes stands in the image, as GOT-OCR 2.0 reads",

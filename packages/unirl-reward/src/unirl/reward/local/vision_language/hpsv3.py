@@ -47,6 +47,7 @@ class HPSv3Scorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    model_billions = 7.746
     card = ScorerCard(
         name="hpsv3",
         summary="how much people like an image for a prompt, by a vision-language model with a reward head",

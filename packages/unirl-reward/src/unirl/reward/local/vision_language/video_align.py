@@ -57,6 +57,7 @@ class VideoAlignScorer(LocalScorer):
     Source: VideoAlign, Improving Video Generation with Human Feedback (arXiv 2501.13918).
     """
 
+    model_billions = 2.209
     card = ScorerCard(
         name="video_align",
         summary="visual quality, motion quality and text alignment, by a vision-language model with a reward head",
