@@ -6,6 +6,7 @@ Source: DDPO (arXiv 2305.13301), section 4.1: the size of the image as JPEG of q
 from __future__ import annotations
 
 from io import BytesIO
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from unirl.reward.base import LocalScorer
 from unirl.reward.card import Normalisation, ScorerCard
 from unirl.reward.local.pixels import to_pictures
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import Bounds, PositiveInt, bounded
 from unirl.types.reward import RewardRequest
 
 BYTES_PER_KB = 1000
@@ -30,6 +31,7 @@ def jpeg_kilobytes(pixels_bCHW: Tensor, quality: int = 95) -> Tensor:
     return torch.tensor(sizes, dtype=torch.float32)
 
 
+@bounded("scorer")
 class JPEGIncompressibilityScorer(LocalScorer):
     """Size of the JPEG in kB: detail is rewarded. Runs on the CPU.
 
@@ -49,7 +51,7 @@ class JPEGIncompressibilityScorer(LocalScorer):
     def __init__(
         self,
         *,
-        quality: int = 95,
+        quality: Annotated[int, Bounds(ge=1, le=100)] = 95,
         normalise: bool = False,
         name: str = "jpeg_incompressibility",
         batch_size: PositiveInt = 64,
@@ -62,6 +64,7 @@ class JPEGIncompressibilityScorer(LocalScorer):
         return jpeg_kilobytes(request.pixels, self.quality)
 
 
+@bounded("scorer")
 class JPEGCompressibilityScorer(LocalScorer):
     """Minus the size of the JPEG in kB: smoothness is rewarded. Runs on the CPU.
 
@@ -81,7 +84,7 @@ class JPEGCompressibilityScorer(LocalScorer):
     def __init__(
         self,
         *,
-        quality: int = 95,
+        quality: Annotated[int, Bounds(ge=1, le=100)] = 95,
         normalise: bool = False,
         name: str = "jpeg_compressibility",
         batch_size: PositiveInt = 64,

@@ -18,7 +18,7 @@ from unirl.reward.local.preprocess import as_pil_resizes
 from unirl.reward.local.pretrained import check_dtype, check_source, load_state
 from unirl.reward.local.vision_language.qwen_vl import QwenVLReader
 from unirl.reward.local.vision_language.reward_head import PROMPT, load_reward_model, read_instruction
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
@@ -28,6 +28,7 @@ NUM_PIXELS = 256 * 28 * 28
 """Every image is resized to about this area, keeping its shape."""
 
 
+@bounded("scorer")
 class HPSv3Scorer(LocalScorer):
     """mu of the score that people would give, about -10 to 15; / 15 where `normalise`. Components mu and sigma.
 
@@ -68,8 +69,8 @@ class HPSv3Scorer(LocalScorer):
         base: str = "Qwen/Qwen2-VL-7B-Instruct",
         normalise: bool = True,
         dtype: str = "bf16",
-        min_pixels: int = NUM_PIXELS,
-        max_pixels: int = NUM_PIXELS,
+        min_pixels: PositiveInt = NUM_PIXELS,
+        max_pixels: PositiveInt = NUM_PIXELS,
         device: str = "cpu",
         name: str = "hpsv3",
         batch_size: PositiveInt = 4,
