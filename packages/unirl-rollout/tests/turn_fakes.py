@@ -3,7 +3,8 @@
 import torch
 from text_fakes import NumberCodec
 
-from unirl.rollout.engine.begun_texts import BegunTexts, mark_versions
+from unirl.rollout.engine.begun_texts import BegunTexts
+from unirl.rollout.engine.versions import mark_versions
 from unirl.rollout.text_checks import prompt_conditions
 from unirl.types.conditions import Bridge
 from unirl.types.episodes import EPISODE

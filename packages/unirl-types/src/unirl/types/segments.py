@@ -89,6 +89,21 @@ class TextSegment(Segment):
             return self.versions
         return versions_B.repeat_interleave(self.lengths.to(versions_B.device))
 
+    def ends_by_version(self, version: int) -> tuple[Tensor, Tensor] | None:
+        """[B] int64 each, the policies of the first and the last token; `version` of a sample without tokens. None
+        without `versions`."""
+        if self.versions is None:
+            return None
+        own = self.unpack("versions")
+        first, last = ([int(each[place]) if len(each) else version for each in own] for place in (0, -1))
+        return torch.tensor(first), torch.tensor(last)
+
+    @property
+    def is_cut(self) -> Tensor | None:
+        """[B] bool: samples that were ended early and can be continued; None if there are none."""
+        is_aborted = None if self.status is None else self.status == SegmentStatus.ABORTED
+        return is_aborted if is_aborted is not None and bool(is_aborted.any()) else None
+
 
 @dataclass(kw_only=True, eq=False)
 class UnfinishedSteps(Batch):
@@ -195,6 +210,21 @@ class LatentSegment(Segment):
             return self.versions.cpu()
         is_taken = torch.arange(self.num_steps) < self.reached[:, None]
         return torch.where(is_taken, versions_B.cpu()[:, None], -1)
+
+    def ends_by_version(self, version: int) -> tuple[Tensor, Tensor] | None:
+        """[B] int64 each on the CPU, the policies of the first and the last step; `version` of a sample without steps.
+        None without `versions`."""
+        if self.versions is None:
+            return None
+        versions, is_begun = self.versions.cpu(), self.reached > 0
+        last = versions.gather(1, (self.reached - 1).clamp(min=0)[:, None])[:, 0]
+        return torch.where(is_begun, versions[:, 0], version), torch.where(is_begun, last, version)
+
+    @property
+    def is_cut(self) -> Tensor | None:
+        """[B] bool on the CPU: samples that were ended early and can be continued; None if all ran to their end in one
+        call."""
+        return None if self.unfinished is None else self.reached < self.num_steps
 
     @property
     def num_steps(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.types.batch import rows_by
 from unirl.types.errors import ContractError
-from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.rollout import RolloutReq
 from unirl.types.segments import LatentSegment
 
 
@@ -53,20 +53,3 @@ class BegunLatents:
         is_new = (self.versions < 0) & (torch.arange(whole.num_steps) < whole.reached[:, None])
         versions = torch.where(is_new, version, self.versions)
         return whole.replace(versions=versions.to(whole.latents.device))
-
-
-def mark_step_versions(track: RolloutTrack, version: int) -> RolloutTrack:
-    """The track of a call with policy `version`, with the policies that began and ended each sample, and which samples
-    can be continued."""
-    segment = track.segment
-    track.policy_versions = torch.full((track.batch_size,), version, dtype=torch.long)
-    if not isinstance(segment, LatentSegment):
-        return track
-    if segment.versions is not None:
-        versions, place = segment.versions.cpu(), (segment.reached - 1).clamp(min=0)
-        is_begun = segment.reached > 0
-        track.policy_versions = torch.where(is_begun, versions[:, 0], version)
-        track.last_versions = torch.where(is_begun, versions.gather(1, place[:, None])[:, 0], version)
-    if segment.unfinished is not None:
-        track.is_unfinished = segment.reached < segment.num_steps
-    return track

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unirl.types.conditions import Condition, PromptCondition
 from unirl.types.errors import ContractError
-from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.rollout import RolloutReq
 from unirl.types.segments import SegmentStatus, TextSegment
 
 IN_PLACE, BY_PREFILL = "continued_in_place", "continued_by_prefill"
@@ -124,19 +124,3 @@ def _parts(segment: TextSegment, version: int) -> dict[str, list[Tensor]]:
     log_probs = {} if segment.log_probs is None else {"log_probs": segment.unpack("log_probs")}
     same = [torch.full_like(own, version) for own in tokens]
     return {"tokens": tokens, "versions": same if segment.versions is None else segment.unpack("versions"), **log_probs}
-
-
-def mark_versions(track: RolloutTrack, version: int) -> RolloutTrack:
-    """The track of a call with policy `version`, with the policies that began and ended each sample, and which samples
-    can be continued."""
-    segment = track.segment
-    track.policy_versions = torch.full((track.batch_size,), version, dtype=torch.long)
-    if not isinstance(segment, TextSegment):
-        return track
-    if segment.versions is not None:
-        own = segment.unpack("versions")
-        track.policy_versions = torch.tensor([int(each[0]) if len(each) else version for each in own])
-        track.last_versions = torch.tensor([int(each[-1]) if len(each) else version for each in own])
-    if segment.status is not None and bool((is_aborted := segment.status == SegmentStatus.ABORTED).any()):
-        track.is_unfinished = is_aborted
-    return track

@@ -10,8 +10,9 @@ from itertools import accumulate, pairwise
 import torch
 
 from unirl.rollout.checks import step_noise_keys
-from unirl.rollout.engine.begun_texts import BegunTexts, mark_versions
+from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.served_images import one_placeholder_each, shown_pictures
+from unirl.rollout.engine.versions import mark_versions
 from unirl.rollout.text_checks import text_params, verify_finished
 from unirl.sde.noise import noise_seed
 from unirl.types.conditions import Condition, PromptCondition

@@ -20,8 +20,8 @@ from unirl.rollout.checks import (
     verify_segment,
 )
 from unirl.rollout.engine.base import PipelineEngine
-from unirl.rollout.engine.begun_latents import mark_step_versions
 from unirl.rollout.engine.trainside.base import DirectSampling
+from unirl.rollout.engine.versions import mark_versions
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError
@@ -107,7 +107,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
         is_decoded = self._decodes and segment.unfinished is None
         decoded = self._pipeline.decode(segment.clean_latents, params) if is_decoded else None
         track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(decoded))
-        return RolloutResp(tracks={self._track: mark_step_versions(track, self._version())})
+        return RolloutResp(tracks={self._track: mark_versions(track, self._version())})
 
     def _conditions(self, req: RolloutReq, params: DiffusionSamplingParams) -> dict[str, Condition]:
         return self._pipeline.encode(req.primitives, params)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from unirl.rollout.checks import step_noise_keys
-from unirl.rollout.engine.begun_texts import mark_versions
 from unirl.rollout.engine.trainside.base import DirectSampling
+from unirl.rollout.engine.versions import mark_versions
 from unirl.rollout.text_checks import prompt_conditions, text_params, verify_finished
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
