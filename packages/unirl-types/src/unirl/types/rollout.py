@@ -147,8 +147,7 @@ class RolloutTrack(Batch):
     last_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version ended the sample. Absent: the one that began it."""
     is_unfinished: Tensor | None = per_sample(default=None)
-    """[B] bool: the engine was told to end the sample early, and can continue it (`RolloutReq.begun`). Absent: none. Of
-    selected rows that all are False, images may have to be decoded still."""
+    """[B] bool: the engine was told to end the sample early, and can continue it (`RolloutReq.begun`). Absent: none."""
     counts: dict[str, Tensor] = per_sample(default_factory=dict)
     """[B] float32 each: what the engine counted of each sample, for the metrics. What is absent was never met: 0."""
 
@@ -160,6 +159,12 @@ class RolloutTrack(Batch):
             )
         if self.parent_track is not None and self.parent_ids is None:
             raise ContractError(f"a track that grows from {self.parent_track!r} needs parent_ids")
+
+    @property
+    def is_whole(self) -> bool:
+        """False if samples were ended early; also of rows that are finished but were cut short with others, and may
+        have no media."""
+        return self.is_unfinished is None
 
     @classmethod
     def _align(cls, parts: list[Self]) -> list[Self]:
@@ -352,7 +357,7 @@ class RolloutResp(Batch):
     def has_all_of(self, name: str) -> bool:
         """True if there is a track of this name, finished, that grew from every sample of its parent."""
         track = self.tracks.get(name)
-        if track is None or track.is_unfinished is not None:
+        if track is None or not track.is_whole:
             return False
         return track.parent_track is None or not set(self.tracks[track.parent_track].sample_ids) - set(track.group_ids)
 

@@ -113,7 +113,7 @@ class StagesEngine(BaseRolloutEngine):
             else:
                 tracks[track] = self._root(track, req, params, copy, tracks.get(track))
             resp = dataclasses.replace(resp, tracks=tracks)
-            if _is_unfinished(tracks[track]):
+            if not tracks[track].is_whole:
                 break
         return resp
 
@@ -188,12 +188,12 @@ class StagesEngine(BaseRolloutEngine):
         if begun is not None and places:
             rows = [row for row, name in enumerate(req.sample_ids) if name in places]
             own = begun.select([places[req.sample_ids[row]] for row in rows])
-            if _is_unfinished(own):
+            if not own.is_whole:
                 asked = req.select(rows)
                 own = self._counted(self._made(track, asked, copy, own), track, asked)
             parts.append((rows, own))
         rows = [row for row, name in enumerate(req.sample_ids) if name not in places]
-        if not rows or any(_is_unfinished(own) for _, own in parts):
+        if not rows or not all(own.is_whole for _, own in parts):
             return parts
         asked = req.select(rows) if places else req
         if sizes is not None and isinstance(params, DiffusionSamplingParams):
@@ -262,11 +262,6 @@ class StagesEngine(BaseRolloutEngine):
         """All engines."""
         for engine in self._engines:
             engine.shutdown()
-
-
-def _is_unfinished(track: RolloutTrack) -> bool:
-    """True also of rows that are finished, but were cut short with others, and have no media."""
-    return track.is_unfinished is not None
 
 
 def _of_prompt(req: RolloutReq, params: StageParams, reading: Reading) -> RolloutReq:
