@@ -126,6 +126,16 @@ def test_a_request_that_is_ended_early_goes_on_where_it_was_and_later_stages_wai
     assert [made.is_released for made in one.made] == [False, False, True] and len(other.made) == 1
 
 
+def test_a_request_that_is_ended_early_in_a_later_group_goes_on_there_alone() -> None:
+    one, other = FakeEngine("text"), FakeEngine("image")
+    led: Any = LedStages({"text": one, "image": other})
+    asked, other.ends = request("text", "image"), {"image": led.abort}
+    begun = led.generate(asked)
+    assert begun.meta.num_unfinished == 1 and not asked.is_answered_by(begun.meta)
+    whole = led.generate(asked, begun=begun)
+    assert asked.is_answered_by(whole.meta) and (len(one.made), len(other.made)) == (1, 2)
+
+
 def test_between_two_groups_a_request_is_ended_after_a_stage_that_runs_to_its_end() -> None:
     one, other, third = FakeEngine("text"), FakeEngine("image"), FakeEngine("redraw")
     led: Any = LedStages({"text": one, "image": other, "redraw": third})

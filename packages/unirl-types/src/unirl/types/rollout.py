@@ -97,11 +97,11 @@ class RolloutReq(Batch):
 
     def is_answered_by(self, resp: RolloutResp) -> bool:
         """True if a response has every sample of every stage that the request names, which `abort` ends early or keeps
-        from beginning. resp: also the metadata alone."""
-        if resp.num_unfinished:
-            return False
+        from beginning. resp: also the metadata alone, and with tracks of other stages, finished or not."""
         params = self.sampling_params
-        return not isinstance(params, StagedSamplingParams) or all(resp.has_all_of(track) for track in params.stages)
+        if isinstance(params, StagedSamplingParams):
+            return all(resp.has_all_of(track) for track in params.stages)
+        return not resp.num_unfinished
 
     def make_root_track(
         self, *, conditions: Mapping[str, Condition], segment: Segment | None, decoded: Primitive | None
