@@ -70,6 +70,25 @@ def killed_after(run_dir, step):
     return left, state["in_flight"]["requests"]
 
 
+def killed_with(run_dir, is_begun, steps):
+    """`killed_after` the first of some steps at which a request in flight was begun, and that request."""
+    for step in steps:
+        left, requests = killed_after(run_dir, step)
+        if begun := [each for each in requests if is_begun(each)]:
+            return left, begun[0], step
+    raise AssertionError(f"no push cut anything short before the steps {list(steps)}")
+
+
+def is_begun(request):
+    """True if the engine had made a part of it."""
+    return request["stage"] == "begun"
+
+
+def has_calls(request):
+    """True if members of a pool had made some of its calls, or parts of them."""
+    return request["stage"] == "asked" and any(leg["calls"] for legs in request["pools"].values() for leg in legs)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -92,14 +111,12 @@ def test_a_run_that_was_killed_has_the_bits_of_one_that_was_not(tmp_path, name, 
 
 def test_episodes_that_were_cut_short_go_on_in_the_run_that_resumes(tmp_path):
     whole = run(tmp_path / "whole", "worlds/tools/grpo", PARTIAL)
-    left, requests = killed_after(tmp_path / "whole", 2)
-    assert [each["stage"] for each in requests if each["stage"] == "begun"] == ["begun"]
+    left, begun, step = killed_with(tmp_path / "whole", is_begun, (2, 1, 3))
     found = run(left, "worlds/tools/grpo", [*PARTIAL, "resume=auto"])
-    assert found.keys() == {3, 4} and whole.keys() > found.keys()
+    assert found.keys() == set(range(step + 1, 5)) and whole.keys() > found.keys()
     lines = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
-    (begun,) = [each["number"] for each in requests if each["stage"] == "begun"]
-    assert [line["resumed"] for line in lines if line["request"] == begun and line.get("resumed")]
-    assert not any("rollout/begun_again" in key for key in found[3])
+    assert [line["resumed"] for line in lines if line["request"] == begun["number"] and line.get("resumed")]
+    assert not any("rollout/begun_again" in key for key in found[step + 1])
 
 
 def test_denoising_that_was_cut_short_goes_on_at_its_step_in_the_run_that_resumes(tmp_path):
@@ -107,12 +124,7 @@ def test_denoising_that_was_cut_short_goes_on_at_its_step_in_the_run_that_resume
     words += ["save.best_metric=reward", "algorithm.step_fraction=.05", "sampling.num_inference_steps=32"]
     words += ["num_rollouts=4", "stack.num_updates_per_batch=1", "sampling.samples_per_prompt=8"]
     whole = run(tmp_path / "whole", "worlds/shapes/replica", words)
-    left, requests = next(
-        (left, [each for each in requests if each["stage"] == "begun"])
-        for left, requests in (killed_after(tmp_path / "whole", step) for step in (1, 2, 3))
-        if any(each["stage"] == "begun" for each in requests)
-    )
-    (begun,) = requests
+    left, begun, _ = killed_with(tmp_path / "whole", is_begun, (1, 2, 3))
     state = max((left / "checkpoints").glob("step-*")) / "in_flight"
     resp, _ = load_rollout(next(state.glob(f"*request-{begun['number']:06d}-*")))
     segment = resp.root_track().segment
@@ -128,13 +140,8 @@ def test_denoising_that_was_cut_short_goes_on_at_its_step_in_the_run_that_resume
 def test_what_a_push_left_of_several_stages_goes_on_in_the_run_that_resumes(tmp_path):
     words = [*STAGES, "num_rollouts=3", "policies.painter.engine.forward_batch_size=1"]
     whole = run(tmp_path / "whole", "worlds/phrases/both", words)
-    left, requests = next(
-        (left, [each for each in requests if each["stage"] == "begun"])
-        for left, requests in (killed_after(tmp_path / "whole", step) for step in (1, 2))
-        if any(each["stage"] == "begun" for each in requests)
-    )
-    (state,) = (left / "checkpoints").glob("step-*/in_flight")
-    (begun,) = requests
+    left, begun, step = killed_with(tmp_path / "whole", is_begun, (1, 2))
+    state = left / "checkpoints" / f"step-{step:06d}" / "in_flight"
     resp, _ = load_rollout(next(state.glob(f"*request-{begun['number']:06d}-*")))
     assert "text" in resp.tracks and not (resp.has_all_of("text") and resp.has_all_of("image"))
     found = run(left, "worlds/phrases/both", [*words, "resume=auto"])
@@ -154,14 +161,13 @@ def test_calls_of_a_served_pool_go_on_in_the_run_that_resumes(tmp_path):
     pools = "pools={train:{devices:0},rollout:{devices:0-1,served:true,samples_per_call:4},reward:{devices:1}}"
     words = [*PARTIAL, "schedule.kind=hybrid", "runtime=ray", "num_devices=2", f"+{pools}"]
     whole = run(tmp_path / "whole", "worlds/tools/grpo", words)
-    left, requests = killed_after(tmp_path / "whole", 2)
-    (begun,) = [each for each in requests if each["stage"] == "asked" and each["pools"]["rollout"][0]["calls"]]
+    left, begun, step = killed_with(tmp_path / "whole", has_calls, (2, 1, 3))
     ((leg, calls),) = [(leg, leg["calls"]) for leg in begun["pools"]["rollout"]]
-    name = f"step-000002-request-{begun['number']:06d}-rollout-0"
-    folder = left / "checkpoints" / "step-000002" / "in_flight"
+    name = f"step-{step:06d}-request-{begun['number']:06d}-rollout-0"
+    folder = left / "checkpoints" / f"step-{step:06d}" / "in_flight"
     assert sorted(path.name for path in folder.glob(f"{name}-*")) == [f"{name}-{c:05d}.safetensors" for c in calls]
     found = run(left, "worlds/tools/grpo", [*words, "resume=auto"])
-    assert found.keys() == {3, 4} and whole.keys() > found.keys()
+    assert found.keys() == set(range(step + 1, 5)) and whole.keys() > found.keys()
     versions = begun["began"]["versions"]["rollout"]
     last = [json.loads(line) for line in (left / REQUESTS).read_text().splitlines()]
     (line,) = [line for line in last if line["request"] == begun["number"]][-1:]
@@ -174,6 +180,7 @@ def test_calls_of_a_served_pool_go_on_in_the_run_that_resumes(tmp_path):
 @pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
 def test_what_a_push_left_in_separate_pools_goes_on_there_and_in_the_run_that_resumes(tmp_path, pools):
     words = [*SERVED_STAGES, f"+pools={{train:{{devices:0}},{pools},judge:{{devices:3}}}}", "num_rollouts=4"]
+    words += ["policies.painter.sampling.num_inference_steps=32"]  # images take longer than training: pushes cut them
     run(tmp_path / "whole", "worlds/phrases/both", words)
     lines = [json.loads(line) for line in (tmp_path / "whole" / REQUESTS).read_text().splitlines()]
     assert any(line.get("resumed") for line in lines)
