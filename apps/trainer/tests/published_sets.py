@@ -101,6 +101,19 @@ def aime24(folder):
     write_table(folder / "aime_2024_problems.parquet", rows)
 
 
+def gsm8k(folder):
+    row = {"question": "How many clips?", "answer": "She sold 48/2 = <<48/2=24>>24.\nTogether\n#### 1,024"}
+    for split in ("train", "test"):
+        write_table(folder / f"main/{split}-00000-of-00001.parquet", [row | {"question": f"How many clips? ({split})"}])
+
+
+def math(folder):
+    for subject, answer in (("algebra", "\\frac{1}{2}"), ("geometry", "x=3")):
+        solution = f"First \\boxed{{7}}, no: $\\boxed{{{answer}}}$."
+        row = {"problem": f"Find it by {subject}.", "level": "Level 5", "type": subject, "solution": solution}
+        write_table(folder / f"{subject}/train-00000-of-00001.parquet", [row])
+
+
 def geo3k_archive(path, problems):
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.stem
@@ -209,7 +222,7 @@ BENCHMARKS = (
 )
 PUBLISHED = {
     each.__name__: each
-    for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, geo3k, image_edit, *BENCHMARKS)
+    for each in (pickscore, hpdv2, wise, preferences, dapo_math, aime24, gsm8k, math, geo3k, image_edit, *BENCHMARKS)
 } | {"picture_motion": image_edit, "holes": captioned, "edges": captioned}
 
 

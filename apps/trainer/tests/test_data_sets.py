@@ -22,12 +22,13 @@ from PIL import Image
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.rules import unreadable
-from unirl.datasets import characters, controls, geneval, heard, motion, ocr, writing
+from unirl.datasets import characters, composed, controls, geneval, heard, motion, ocr, writing
 from unirl.datasets.canny import canny
 from unirl.datasets.catalog import SETS, command_for, set_of
 from unirl.datasets.github import GitHubRepository
 from unirl.datasets.preparing import prepare
 from unirl.datasets.records import PublishedFile
+from unirl.reward.local.judges.dpg import dpg_score
 from unirl.types.errors import DataError
 from unirl.types.recipe import Machine
 
@@ -179,6 +180,38 @@ def test_dapo_math_leaves_out_repeats_and_problems_with_two_answers(made):
 def test_aime_answers_are_text(made):
     (row,) = read_rows(made("aime24") / "test.jsonl")
     assert (row.prompt, row.metadata) == ("Find x.", {"answer": "204"})
+
+
+def test_composed_prompts_say_what_their_questions_ask():
+    for row in composed.rows(held_out=True):
+        listed, placed = row["prompt"].rsplit(", ", 1)
+        num = int(row["category"][0])
+        assert len(row["vqa_list"]) == 2 * num + 1 and len(row["questions"]) == 3 * num + 1
+        for question, answer in row["vqa_list"]:
+            words = question.rstrip("?").split()
+            if question.startswith("How many") and answer != "one":
+                assert f"{answer} " in listed and " ".join(words[2:-4]) in listed
+            if answer == "Yes" and question != row["vqa_list"][-1][0]:
+                assert words[-1] in listed.split()
+        assert placed in row["vqa_list"][-1][0] and row["questions"][-1]["question"] == row["vqa_list"][-1][0]
+        ids = [each["id"] for each in row["questions"]]
+        answers = dict.fromkeys(ids, True)
+        parents = {each["id"]: each["parents"] for each in row["questions"]}
+        assert dpg_score(answers, parents) == 1
+        # Without the first object, its number, its colour and its place count as no too.
+        assert dpg_score({**answers, 1: False}, parents) == pytest.approx((len(ids) - 4) / len(ids))
+
+
+def test_gsm8k_answers_are_the_number_after_the_marker(made):
+    for split in ("train", "test"):
+        (row,) = read_rows(made("gsm8k") / f"{split}.jsonl")
+        assert (row.prompt, row.metadata) == (f"How many clips? ({split})", {"answer": "1024"})
+
+
+def test_math_answers_are_what_the_solution_boxes_last(made):
+    first, second = read_rows(made("math") / "train.jsonl")
+    assert first.prompt == "Find it by algebra." and second.metadata["category"] == "geometry"
+    assert [row.metadata["answer"] for row in (first, second)] == [r"\frac{1}{2}", "3"]
 
 
 def test_geo3k_rows_are_multiple_choice_with_their_diagram_in_the_order_of_their_numbers(made):
@@ -630,9 +663,22 @@ def no_picture(folder):
     write_table(folder / "data/train.parquet", rows)
 
 
+def unmarked(folder):
+    for split in ("train", "test"):
+        rows = [{"question": "How many?", "answer": "24 clips"}]
+        write_table(folder / f"main/{split}-00000-of-00001.parquet", rows)
+
+
+def unboxed(folder):
+    row = {"problem": "Find x.", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{}$."}
+    write_table(folder / "algebra/train-00000-of-00001.parquet", [row])
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
+        ("gsm8k", unmarked, r"row 1: answer = \.\.\.'24 clips' does not end with #### and a number"),
+        ("math", unboxed, r"row 1: the solution .* boxes no answer"),
         ("aime24", broken_table, r"problems\.parquet: cannot be read as parquet: .*Fetch the file again"),
         ("aime24", other_table, r"has no column Problem, Answer; its columns are question, answer"),
         ("aime24", no_answer, r"row 1: needs a Problem and an Answer"),

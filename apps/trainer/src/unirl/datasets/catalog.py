@@ -6,6 +6,7 @@ from pathlib import Path
 
 from unirl.datasets.benchmarks import BENCHMARKS
 from unirl.datasets.characters import CHARACTERS
+from unirl.datasets.composed import COMPOSED
 from unirl.datasets.controls import EDGES, HOLES
 from unirl.datasets.geneval import GENEVAL
 from unirl.datasets.heard import HEARD
@@ -13,13 +14,13 @@ from unirl.datasets.motion import MOTION
 from unirl.datasets.ocr import OCR
 from unirl.datasets.pictures import IMAGE_EDIT, PICTURE_MOTION
 from unirl.datasets.pictures_of_text import HPDV2, PICKSCORE, PREFERENCES, WISE
-from unirl.datasets.questions import AIME24, DAPO_MATH, GEO3K
+from unirl.datasets.questions import AIME24, DAPO_MATH, GEO3K, GSM8K, MATH
 from unirl.datasets.records import PromptSet
 
 SETS = {
     each.name: each
-    for each in (PICKSCORE, HPDV2, WISE, GENEVAL, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
-    + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GEO3K, HEARD)
+    for each in (PICKSCORE, HPDV2, WISE, GENEVAL, COMPOSED, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
+    + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GSM8K, MATH, GEO3K, HEARD)
     + BENCHMARKS
 }
 """By name."""

@@ -63,24 +63,24 @@ def _row(words: str, *include: dict[str, Any], exclude: list[dict[str, Any]] | N
 
 def _single_objects() -> Iterator[Row]:
     for name in names:
-        yield _row(_one(name), _clause(name))
+        yield _row(one(name), _clause(name))
 
 
 def _two_objects() -> Iterator[Row]:
     for first, second in itertools.permutations(names, 2):
-        yield _row(f"{_one(first)} and {_one(second)}", _clause(first), _clause(second))
+        yield _row(f"{one(first)} and {one(second)}", _clause(first), _clause(second))
 
 
 def _counts() -> Iterator[Row]:
     """One more is excluded, else three would do for two."""
     for name, (count, word) in itertools.product(names, NUMBERS.items()):
         if name not in NO_NUMBER:
-            yield _row(f"{word} {_several(name)}", _clause(name, count), exclude=[_clause(name, count + 1)])
+            yield _row(f"{word} {several(name)}", _clause(name, count), exclude=[_clause(name, count + 1)])
 
 
 def _colours() -> Iterator[Row]:
     for name, colour in itertools.product(coloured_names, COLOURS):
-        yield _row(_one(name, colour), _clause(name, color=colour))
+        yield _row(one(name, colour), _clause(name, color=colour))
 
 
 def _positions() -> Iterator[Row]:
@@ -89,7 +89,7 @@ def _positions() -> Iterator[Row]:
         first, second = several_drawn(names, 2, f"geneval position {number}")
         relation = drawn(RELATIONS, f"geneval relation {number}")
         placed = _clause(first, position=[relation, 0])
-        yield _row(f"{_one(first)} {relation} {_one(second)}", _clause(second), placed)
+        yield _row(f"{one(first)} {relation} {one(second)}", _clause(second), placed)
 
 
 def _colour_pairs() -> Iterator[Row]:
@@ -97,7 +97,7 @@ def _colour_pairs() -> Iterator[Row]:
         first, second = several_drawn(coloured_names, 2, f"geneval color_attr {number}")
         colours = several_drawn(COLOURS, 2, f"geneval color_attr colours {number}")
         yield _row(
-            f"{_one(first, colours[0])} and {_one(second, colours[1])}",
+            f"{one(first, colours[0])} and {one(second, colours[1])}",
             _clause(first, color=colours[0]),
             _clause(second, color=colours[1]),
         )
@@ -112,14 +112,14 @@ def _clause(name: str, count: int = 1, **more: Any) -> dict[str, Any]:  # Any: c
     return {"class": name, "count": count, **more}
 
 
-def _one(name: str, colour: str = "") -> str:
+def one(name: str, colour: str = "") -> str:
     words = f"{colour} {name}".strip()
     if name in NO_NUMBER:
         return words
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
-def _several(name: str) -> str:
+def several(name: str) -> str:
     if name in IRREGULAR:
         return IRREGULAR[name]
     return f"{name}es" if name.endswith(("s", "x", "sh", "ch")) else f"{name}s"

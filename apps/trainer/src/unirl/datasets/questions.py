@@ -1,4 +1,4 @@
-"""Questions with an answer that a program can check: DAPO-Math, AIME 2024, Geometry3K."""
+"""Questions with an answer that a program can check: DAPO-Math, AIME 2024, GSM8K, MATH, Geometry3K."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
+from unirl.datasets.captioned import required_text
 from unirl.datasets.github import GitHubRepository
 from unirl.datasets.hub import HubDataset
 from unirl.datasets.reading import require_columns
@@ -85,6 +86,75 @@ AIME24 = PromptSet(
         ),
     ),
     outputs=(Output(split="test", file="test.jsonl", rows=_aime, reads=(AIME,), num_rows=30),),
+)
+
+GSM8K_TRAIN, GSM8K_TEST = "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"
+
+
+def _gsm8k(files: Files, path: str) -> Iterator[Row]:
+    for where, row in files.rows(path, ("question", "answer")):
+        solution, marker, answer = required_text(row["answer"], where).rpartition("####")
+        if not (solution.strip() and marker and answer.strip()):
+            raise DataError(f"{where}: answer = ...{str(row['answer'])[-80:]!r} does not end with #### and a number.")
+        yield {"prompt": required_text(row["question"], where), "answer": answer.strip().replace(",", "")}
+
+
+GSM8K = PromptSet(
+    name="gsm8k",
+    what="arithmetic word problems of grade school",
+    made="question, and the number after ####",
+    sources=(
+        HubDataset(
+            name="openai/gsm8k",
+            revision="main",
+            license="MIT",
+            files=(PublishedFile(GSM8K_TRAIN, num_rows=7473), PublishedFile(GSM8K_TEST, num_rows=1319)),
+        ),
+    ),
+    outputs=(
+        Output(split="train", file="train.jsonl", rows=lambda files: _gsm8k(files, GSM8K_TRAIN), reads=(GSM8K_TRAIN,)),
+        Output(
+            split="test",
+            file="test.jsonl",
+            rows=lambda files: _gsm8k(files, GSM8K_TEST),
+            reads=(GSM8K_TEST,),
+            num_rows=1319,
+        ),
+    ),
+)
+
+MATH_TRAIN = "*/train-00000-of-00001.parquet"
+
+
+def _math(files: Files) -> Iterator[Row]:
+    """The answer is what the solution boxes last, after its last "=", as `BoxedMathScorer` reads the model's."""
+    from unirl.reward.local.texts.math_equality import answer_of  # imports sympy
+
+    for where, row in files.rows(MATH_TRAIN, ("problem", "level", "type", "solution")):
+        answer = answer_of(required_text(row["solution"], where))
+        if answer is None or not answer.strip():
+            raise DataError(f"{where}: the solution ...{row['solution'][-80:]!r} boxes no answer.")
+        yield {
+            "prompt": required_text(row["problem"], where),
+            "answer": answer.strip(),
+            "category": row["type"],
+            "level": row["level"],
+        }
+
+
+MATH = PromptSet(
+    name="math",
+    what="competition mathematics of MATH, to train on; `math500` judges",
+    made="problem and the boxed answer of its solution; the type is the category",
+    sources=(
+        HubDataset(
+            name="EleutherAI/hendrycks_math",
+            revision="main",
+            license="MIT",
+            files=(PublishedFile(MATH_TRAIN, num_rows=7500),),
+        ),
+    ),
+    outputs=(Output(split="train", file="train.jsonl", rows=_math, reads=(MATH_TRAIN,)),),
 )
 
 GEO3K_TRAIN, GEO3K_TEST = "data/geometry3k/train.zip", "data/geometry3k/test.zip"
