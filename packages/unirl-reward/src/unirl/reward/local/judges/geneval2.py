@@ -55,7 +55,7 @@ class GenEval2Scorer(DetailedScorer):
         judge: Judge,
         mean: Mean = "gm",
         questions_file: str | None = None,
-        num_frames: int = 8,
+        num_frames: PositiveInt = 8,
         keeps_details: bool = False,
         device: str = "cpu",
         name: str = "geneval2",

@@ -7,7 +7,7 @@ from typing import Any
 from unirl.reward.card import ScorerCard
 from unirl.reward.local.judges.judge import Judge, Question, pictures_of
 from unirl.reward.local.judges.rated import RatedScorer, Ratings, Scale
-from unirl.types.bounds import PositiveInt
+from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.reward import RewardRequest
 
@@ -33,6 +33,7 @@ Realism: <rating>
 Aesthetic Quality: <rating>"""
 
 
+@bounded("scorer")
 class WISEScorer(RatedScorer):
     """WiScore = (0.7 consistency + 0.2 realism + 0.1 aesthetic) / 2, 0 to 1; the components are the ratings, 0 to 2.
 
@@ -62,7 +63,7 @@ class WISEScorer(RatedScorer):
         *,
         judge: Judge,
         ratings: Ratings = "written",
-        max_tokens: int = 64,
+        max_tokens: PositiveInt = 64,
         device: str = "cpu",
         name: str = "wise",
         batch_size: PositiveInt = 8,
