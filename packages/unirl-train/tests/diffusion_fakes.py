@@ -22,6 +22,7 @@ from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
+from unirl.algorithms.dmd2 import DMD2
 from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
@@ -542,6 +543,13 @@ CASES: dict[str, dict[str, Any]] = {
     "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "awm": {"kind": AWM, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "dpo": {"kind": DiffusionDPO, "beta": 5.0, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
+    "dmd2": {
+        "kind": DMD2,
+        "fake_optimizer": OptimizerConfig(learning_rate=1e-2),
+        "num_timesteps": 2,
+        "keep_reference": True,
+        "rows_per_forward": 3,
+    },
     "drtune": {"kind": DRTune, "num_gradient_steps": 2, "kl_coef": 0.1, "keep_reference": True},
     "refl": {"kind": ReFL, "num_last_steps": 2, "scale": 1.0, "pretrain_coef": 0.1},
     "draft": {"kind": DRaFT, "num_last_steps": 2, "is_checkpointed": True},
@@ -557,6 +565,8 @@ def trained(case: str) -> dict[str, Any]:
     params, num_prompts = sampling(), 4
     if made.algorithm.requires_reward_gradient:
         made.algorithm.use_reward(PixelReward())
+        params = sampling(**KEPT)
+    if made.algorithm.trains_copies:
         params = sampling(**KEPT)
     if made.algorithm.samples_per_unit == 2:
         params, num_prompts = sampling(samples_per_prompt=2), 8

@@ -154,6 +154,8 @@ class StageAlgorithm(ABC):
     step."""
     freezes_fields: ClassVar[bool] = False
     """True if `anchor` takes more than log-probs of tokens from a replay before the first update."""
+    trains_copies: ClassVar[bool] = False
+    """True if `before_update` trains, which needs the samples of the whole update at once."""
     uses_anchor: bool = False
     """True if updates after the first need `anchor`. The first takes what it needs from its own forward."""
 
@@ -196,6 +198,11 @@ class StageAlgorithm(ABC):
         gather: a collective that joins values [M] of all shards of the batch; every rank calls it equally often.
         """
         raise ContractError(f"{type(self).__name__} judges no update as a whole")
+
+    def before_update(self, micros: Sequence[MicroBatch]) -> RowMetrics:
+        """Called before the losses of an update, with its micro-batches on this rank: train what else the algorithm
+        trains on them. Returns what it measured. Every rank calls it; there are no gradients yet."""
+        return RowMetrics()
 
     @abstractmethod
     def num_terms(self, track: RolloutTrack) -> int:

@@ -229,10 +229,11 @@ class TrainStack:
         tracks or updates, an algorithm that judges an update as a whole, and advantages that are missing.
         """
         part = self._parts[0]
-        if len(self._parts) > 1 or self._num_updates > 1 or part.algorithm.judges_update:
+        needs_whole = part.algorithm.judges_update or part.algorithm.trains_copies
+        if len(self._parts) > 1 or self._num_updates > 1 or needs_whole:
             raise ContractError(
                 f"a rollout in {num_parts} parts serves one update of one track: there are {self._num_updates} of "
-                f"{len(self._parts)}, and the algorithm judges updates: {part.algorithm.judges_update}"
+                f"{len(self._parts)}, and the algorithm needs whole updates: {needs_whole}"
             )
         track = self._track(resp, part.name)
         self._require_same_samples({part.name: track})
@@ -330,7 +331,10 @@ class TrainStack:
 
     def _update(self, micros_of: Mapping[str, list[MicroBatch]]) -> dict[str, float]:
         parts = [part for part in self._parts if part.name in micros_of]
+        before = [part.algorithm.before_update(micros_of[part.name]).renamed(part.prefix) for part in parts]
         update = Update(self._backend, parts, measures_balance=self._measures_balance)
+        for measured in before:
+            update.note(measured)
         update.add(micros_of)
         self._rate.num_terms += update.num_terms
         return self._finished(update)

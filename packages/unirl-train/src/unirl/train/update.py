@@ -64,6 +64,10 @@ class Update:
         """True once all parts were added."""
         return self._added == self._num_parts
 
+    def note(self, measured: RowMetrics) -> None:
+        """Report more of this update, under names with their track's prefix."""
+        self._record.merge(measured)
+
     def add(self, micros_of: Mapping[str, Sequence[MicroBatch]]) -> None:
         """Backward of micro-batches by track. Raises ContractError for more parts than announced."""
         if self.is_whole:

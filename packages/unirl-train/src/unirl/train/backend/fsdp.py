@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
@@ -21,6 +21,7 @@ from unirl.train.backend.layer_exchange import SumExchange
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
 from unirl.train.backend.rules import unproven_with_layers
 from unirl.train.backend.state import TrainState, architecture
+from unirl.train.backend.trained_copies import TrainedCopy
 from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard, shard_all
@@ -138,7 +139,10 @@ class FSDPBackend:
         self.policies = NamedPolicies(self._parameters, self._follow_values, ema=ema, keep_reference=keep_reference)
         """Named copies of the parameters, and their values."""
         self._auxiliary: dict[str, AuxiliaryModule] = {}
-        self._state = TrainState(self._parameters, self._optimizer, self.policies, self._auxiliary)
+        self._trained_copies: dict[str, TrainedCopy] = {}
+        self._state = TrainState(
+            self._parameters, self._optimizer, self.policies, self._auxiliary, self._trained_copies
+        )
         self.progress = self._state.progress
         """How far training is; a state that is loaded brings its own."""
         self.weight_source = PolicyWeights(
@@ -228,6 +232,44 @@ class FSDPBackend:
         self._auxiliary[name] = AuxiliaryModule(
             module.to(self.device), optimizer, max_grad_norm=max_grad_norm, ranks=self.collectives
         )
+
+    def train_copy(self, name: str, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf) -> None:
+        """Keep a copy of the current parameters under `name` that `copy_step` trains, with its own AdamW and clipping.
+
+        It is saved with the state, its optimizer too. Every rank calls it, before a state is loaded.
+        Raises ContractError for a name that is kept already.
+        """
+        if name in self.policies.names:
+            raise ContractError(f"there is a copy {name!r} already")
+        check_offload(optimizer, self.device, keeps_host=self._config.cpu_offload)
+        self.policies.keep(name)
+        self._trained_copies[name] = TrainedCopy(
+            self.policies.values(name),
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            max_skipped_steps=self._max_skipped_steps,
+        )
+
+    def copy_step(self, name: str, losses: Sequence[Callable[[], Tensor]], num_terms: int) -> StepStats:
+        """One step of a copy of `train_copy`, on the mean over all terms on all devices. The policy stays as it is.
+
+        losses: each is called while the model computes with the copy and returns a SUM over terms, and its backward
+        follows; equally many on every rank. num_terms: of them all on this rank. Gradients that were there are dropped.
+        The learning rate is under the backend's schedule. Every rank calls it; collectives inside.
+        """
+        self._require_usable(f"copy_step({name!r})")
+        self.zero_grad()
+        counted = torch.tensor(float(num_terms), device=self.device)
+        total = float(self.collectives.all_reduce_sum(counted, "dp"))
+        with self.policies.using(name):
+            for place, loss in enumerate(losses):
+                with self.accumulating(place == len(losses) - 1):
+                    (loss() * (self.dp_size / total)).backward()
+        gradients = {key: each.grad for key, each in self._parameters.items() if each.grad is not None}
+        copy = self._trained_copies[name]
+        stats = copy.step(gradients, self._scheduled(copy.learning_rate))
+        self.zero_grad()
+        return stats
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def zero_grad(self) -> None:
@@ -367,6 +409,8 @@ class FSDPBackend:
         if "optimizer" in parts:
             move_optimizer(self._optimizer, device)
             self.policies.move(device)
+            for name, copy in self._trained_copies.items():
+                copy.move(self.policies.values(name), device)
         empty_cache(self.device)
 
     # State ------------------------------------------------------------------------------------------------------

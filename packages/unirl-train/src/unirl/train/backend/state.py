@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unirl.train.backend.auxiliary import AuxiliaryModule
 from unirl.train.backend.policies import NamedPolicies
+from unirl.train.backend.trained_copies import TrainedCopy
 from unirl.types.errors import CheckpointError, TrainingError
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ class Progress:
 
 
 class TrainState:
-    """Parameters, optimizer, named policies, moving average, modules with the policy, and counters.
+    """Parameters, optimizer, named policies with their optimizers, moving average, modules with the policy, counters.
 
-    parameters: by "component.name". auxiliary: by name; the backend adds to it.
+    parameters: by "component.name". auxiliary, trained_copies: by name; the backend adds to them.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class TrainState:
         optimizer: torch.optim.Optimizer,
         policies: NamedPolicies,
         auxiliary: Mapping[str, AuxiliaryModule],
+        trained_copies: Mapping[str, TrainedCopy],
     ) -> None:
         self.progress = Progress()
         self._parameters = parameters
         self._optimizer = optimizer
         self._policies = policies
         self._auxiliary = auxiliary
+        self._trained_copies = trained_copies
 
     @property
     def counters(self) -> dict[str, int]:
@@ -101,6 +104,8 @@ class TrainState:
                 state[f"ema/{name}"] = tensor
         for module, auxiliary in self._auxiliary.items():
             state.update({f"auxiliary/{module}/{name}": tensor for name, tensor in auxiliary.state_dict().items()})
+        for copy, trained in self._trained_copies.items():
+            state.update({f"copy_optimizer/{copy}/{name}": tensor for name, tensor in trained.state_dict().items()})
         state["counters"] = torch.tensor(list(self.counters.values()), dtype=torch.int64)
         return state
 

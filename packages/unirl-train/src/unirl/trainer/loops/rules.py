@@ -299,6 +299,8 @@ def parts_add_up_to_one_update(run: ComposedRun) -> Messages:
         for own in policy.algorithms.values():
             if own.ability("learns_value"):
                 yield f"{why}, which the critic of {own.name} does not. Set kind: sync."
+            if own.ability("trains_copies"):
+                yield f"{why}, and {own.name} trains on a whole update before it. Set kind: sync."
             correction = own.node.get("rollout_correction")
             if isinstance(correction, Mapping) and correction.get("m2_threshold") is not None:
                 yield f"{why}, and {own.at}.rollout_correction judges an update as a whole. Set kind: sync."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -58,6 +58,22 @@ class ModuleStore(PolicyStore, Protocol):
     ) -> None:
         """Train `module`, in place, together with the policy from now on. Every rank calls it, before a state is
         loaded."""
+        ...
+
+
+class CopyTrainer(PolicyStore, Protocol):
+    """A policy store that also trains named copies, each on its own losses."""
+
+    def train_copy(self, name: str, optimizer: OptimizerConfig, *, max_grad_norm: float = float("inf")) -> None:
+        """Keep a copy of the current parameters under `name` that `copy_step` trains. Every rank calls it, before a
+        state is loaded."""
+        ...
+
+    def copy_step(self, name: str, losses: Sequence[Callable[[], Tensor]], num_terms: int) -> StepStats:
+        """One step of the copy on the mean over all terms on all devices; the trained weights stay as they are.
+
+        losses: each is called while the model computes with the copy, and returns a sum over terms with gradients.
+        """
         ...
 
 

@@ -1,0 +1,45 @@
+"""What DMD2 needs of the model, the trajectory and the teacher's guidance. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from unirl.algorithms.teacher_rules import latents_are_kept
+from unirl.types.recipe import Messages, Part, Run
+
+
+def levels_are_in_order(own: Part, run: Run) -> Messages:
+    """Noise levels are drawn from an interval."""
+    low, high = own.get("min_level"), own.get("max_level")
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low >= high:
+        yield f"{own.at}.min_level = {low} must be below {own.at}.max_level = {high}. Lower the first."
+
+
+def scores_are_asked_anywhere(own: Part, run: Run) -> Messages:
+    """Both scores are asked at any noise level, by the velocity of a flow."""
+    policy = run.policy_of(own)
+    track = next(name for name, part in policy.algorithms.items() if part is own)
+    pipeline = policy.pipeline_of(track)
+    if pipeline.ability("takes_any_sigma") is False:
+        yield (
+            f"{own.name} compares velocities at any noise level, but {pipeline.name} knows those of its timesteps "
+            "alone. Take a model that is trained by flow matching."
+        )
+
+
+def teacher_can_be_guided(own: Part, run: Run) -> Messages:
+    """A guided teacher reads a negative prompt, which is encoded while training."""
+    scale = own.get("teacher_guidance")
+    if not isinstance(scale, (int, float)) or scale <= 1 or run.sampling.get("guidance_scale", 1.0) > 1:
+        return
+    if run.sampling.node.get("negative_prompt") is None:
+        yield (
+            f"{own.at}.teacher_guidance = {scale} needs a negative prompt. Set sampling.negative_prompt (the empty "
+            f'string "" is a valid one), or {own.at}.teacher_guidance: 1.'
+        )
+    if run.engine.get("drop_text_encoders"):
+        yield (
+            f"{own.at}.teacher_guidance = {scale} has the trainer encode the negative prompt, but "
+            f"{run.engine.at}.drop_text_encoders: true frees what does. Remove it, or set {own.at}.teacher_guidance: 1."
+        )
+
+
+RULES = (levels_are_in_order, scores_are_asked_anywhere, teacher_can_be_guided, latents_are_kept)
