@@ -28,6 +28,7 @@ SECTIONS = {
     "Residency": "`residency`",
     "Save": "`save`",
     "Samples": "`samples`",
+    "Scouts": "`scouts`",
 }
 """Plain sections, in the order of the page. Another one in the schema is an error."""
 COMPONENT = re.compile(r"kind='([\w.]+)'")

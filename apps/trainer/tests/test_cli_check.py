@@ -24,7 +24,7 @@ from unirl.config.instantiation import import_target
 from unirl.config.placement import groups_that_overlap_take_turns
 from unirl.config.recipes import compose, published, render, resolve
 from unirl.config.runs import policy_sections, run_of
-from unirl.config.schema import SEVERAL, PolicySections, built, components, plain_sections
+from unirl.config.schema import SEVERAL, PolicySections, components, keys, plain_sections
 from unirl.config.signatures import read_module, read_target
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.types.errors import ConfigError
@@ -431,7 +431,7 @@ def test_every_key_that_a_message_names_exists(recipes):
     named -= {("recipe", "yaml"), ("data", "json"), ("stages", "yaml")}  # files
     named -= {("sampling", "ar"), ("sampling", "diffusion")}  # of the last release
     assert ("cluster", "timeout_s") in named and ("sampling", "samples_per_prompt") in named
-    known = {(section, key) for section, inner in plain_sections().items() for key in vars(built(inner, {}))}
+    known = {(section, key) for section, inner in plain_sections().items() for key in keys(inner)}
     known |= {(section, key) for section, component in components().items() for key in component.own_keys}
     known |= {("stages", track) for recipe in recipes.values() for track in recipe.get("stages") or {}}
     known |= {("pipelines", track) for recipe in recipes.values() for track in recipe.get("pipelines") or {}}

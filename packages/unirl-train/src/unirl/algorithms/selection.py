@@ -72,6 +72,43 @@ def best_and_worst(advantages_B: Tensor, group_ids: Sequence[str], count: int) -
     return chosen
 
 
+def extremes(rewards_B: Tensor, group_ids: Sequence[str], count: int) -> list[int]:
+    """The `count` / 2 samples of highest and of lowest reward in every group, in the order of the batch.
+
+    Samples without a reward (NaN) are taken where a group has fewer than `count` others. Raises ConfigError as
+    `best_and_worst`.
+    """
+    candidates: list[int] = []
+    for members in rows_by(group_ids).values():
+        scored = [row for row in members if not rewards_B[row].isnan()]
+        others = [row for row in members if rewards_B[row].isnan()]
+        candidates += [*scored, *others[: max(0, count - len(scored))]]
+    chosen = best_and_worst(rewards_B[candidates].nan_to_num(), [group_ids[row] for row in candidates], count)
+    return sorted(candidates[place] for place in chosen)
+
+
+def rank_agreement(left_B: Tensor, right_B: Tensor, group_ids: Sequence[str]) -> float | None:
+    """Spearman's correlation of two rewards of the samples of a group, mean over groups; ties share their mean rank.
+
+    None where no group has two samples or more that differ in both. Groups with a NaN do not count.
+    """
+    found = []
+    for members in rows_by(group_ids).values():
+        ranks = [_mean_ranks(values[members]) for values in (left_B.double(), right_B.double())]
+        if not any(rank.isnan().any() or rank.std(unbiased=False) == 0 for rank in ranks):
+            found.append(float(torch.corrcoef(torch.stack(ranks))[0, 1]))
+    return sum(found) / len(found) if found else None
+
+
+def _mean_ranks(values: Tensor) -> Tensor:
+    """Rank of each value, float64; NaN of all where one is NaN."""
+    if values.isnan().any():
+        return torch.full_like(values, torch.nan)
+    below = (values[None, :] < values[:, None]).sum(1)
+    equal = (values[None, :] == values[:, None]).sum(1)
+    return below + (equal - 1) / 2
+
+
 def zero_variance_groups(rewards_B: Tensor, group_ids: Sequence[str]) -> set[str]:
     """Groups whose rewards are all equal: they have no advantage."""
     std = group_std(rewards_B.to(torch.float64), group_index(group_ids), 0)

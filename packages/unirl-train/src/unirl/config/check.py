@@ -301,6 +301,8 @@ def _plain_values(section: type, values: Mapping[str, Value], prefix: str) -> It
             known = read_target(f"{inner[key].__module__}.{inner[key].__qualname__}").parameters
             for unknown in (name for name in value if name not in known):
                 yield f"{prefix}{key}.{unknown}: unknown key. {_meant(str(unknown), known)}"
+            for missing in (name for name in schema.required(inner[key]) if value.get(name) is None):
+                yield f"{prefix}{key}.{missing} is missing. Add it, or remove {prefix}{key}."
             yield from _plain_values(inner[key], value, f"{prefix}{key}.")
             continue
         is_section = key in inner or key in components(section)

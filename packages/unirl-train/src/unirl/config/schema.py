@@ -325,6 +325,19 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scouts:
+    """Cheap candidates of each prompt (Sol-RL), see docs/reference/algorithms.md. The best and the worst by reward are
+    made again exactly from their noise; these are the `sampling.samples_per_prompt` samples of the rollout."""
+
+    per_prompt: PositiveInt
+    """Candidates of each prompt."""
+    num_inference_steps: PositiveInt | None = None
+    """Their denoising steps; None: as `sampling`."""
+    autocast_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """The precision that they are sampled in; None: as `sampling`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """Samples that a run keeps in its folder `samples`, see docs/reference/run_directory.md."""
 
@@ -401,6 +414,8 @@ class Recipe:
     save: Save = Save()
     residency: Residency = Residency()
     schedule: Schedule = Schedule()
+    scouts: Scouts | None = None
+    """Cheap candidates that choose which samples are made; None: all samples are made."""
     eval: Annotated[
         Node | None,
         Component(
@@ -440,6 +455,7 @@ RUN_RULES = (
     "unirl.trainer.guardrail_rules",
     "unirl.trainer.loops.rules",
     "unirl.trainer.experience_rules",
+    "unirl.trainer.scout_rules",
 )
 """Modules with rules of the whole run, which take only the run; see `unirl.types.recipe`."""
 

@@ -27,6 +27,7 @@ from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, StackRole
+from unirl.trainer.scouting import Scouting
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.copies import Copies
 from unirl.types.errors import ConfigError, RewardError
@@ -96,6 +97,7 @@ class Collector(Generic[ParamsT]):
     scored_track: the track whose media are scored; None is the root. Its ancestors get the rewards too.
     track_advantages: used instead of `advantages` for the named tracks.
     collects_ahead: samples are put where they do not wait for the workers that made them (`Held.landed`).
+    scouting: chooses which samples are made; None: all are.
     A rollout is unfinished from its first request until `finished` is called. `state_dict` is the state before the
     oldest unfinished one, so a resumed run collects that again and loses no prompts.
     One thread may generate, another one score, a third make rollouts of what was scored (`ready`). A refill generates
@@ -118,6 +120,7 @@ class Collector(Generic[ParamsT]):
         scored_track: str | None = None,
         track_advantages: Mapping[str, Advantages] | None = None,
         collects_ahead: bool = False,
+        scouting: Scouting | None = None,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -134,6 +137,9 @@ class Collector(Generic[ParamsT]):
         self._reward = runtime.role("reward", RewardRole)
         self._stack = runtime.role("stack", StackRole)
         self._collects_ahead = collects_ahead
+        self._scouting = scouting
+        self._asked_sampling = sampling if scouting is None else scouting.candidates(sampling)
+        """With as many samples per prompt as are asked for at first."""
         self.asking = Asking(data)
         self.engine_in_use = threading.Lock()
         self._untrained: dict[int, dict[str, Any]] = {}
@@ -158,7 +164,7 @@ class Collector(Generic[ParamsT]):
 
     def generated(self, rollout_id: int, num_prompts: int) -> Held:
         """The first half of `sampled`: samples without rewards."""
-        return self.made(self.asked(RequestOf(rollout_id, rollout_id), num_prompts))
+        return self.made(self._scouted(self.asked(RequestOf(rollout_id, rollout_id), num_prompts)))
 
     def asked(self, own: RequestOf, num_prompts: int) -> RolloutReq:
         """A request for the next prompts, of a rollout or a part of one."""
@@ -186,6 +192,14 @@ class Collector(Generic[ParamsT]):
             with begun:
                 return self._landed(engine.generate(req, policy=self.rollout_policy, begun=begun))
 
+    def _scouted(self, req: RolloutReq) -> RolloutReq:
+        """A request for the samples that are worth making, of those that `req` asks for."""
+        if self._scouting is None:
+            return req
+        return self._scouting.chosen(
+            req, self._sampling.samples_per_prompt, lambda cheap: self._scored(self._made_whole(cheap))
+        )
+
     def _made_whole(self, req: RolloutReq) -> Held:
         """As `made`, again where a push cuts it short."""
         resp = self.made(req)
@@ -211,6 +225,8 @@ class Collector(Generic[ParamsT]):
             num_samples = resp.meta.track(self._scored_track or root).batch_size
             self._attach_advantages(resp, root, progress)
             metrics = self._metrics_of(resp.meta, root, progress, gauges)
+            if self._scouting is not None:
+                metrics |= self._scouting.metrics(rollout_id, resp.meta.root_track())
             if show is not None:
                 show(resp)
             resp = self._selected(resp, root)
@@ -247,7 +263,7 @@ class Collector(Generic[ParamsT]):
         return self._request(self.asking.other_rows(num_prompts), rollout_id)
 
     def _request(self, rows: Sequence[PromptRow], rollout_id: int) -> RolloutReq:
-        return self._modality.request(self._runtime, rows, self._sampling, rollout_id)
+        return self._modality.request(self._runtime, rows, self._asked_sampling, rollout_id)
 
     # Rewards and refills ----------------------------------------------------------------------------------------
 
@@ -280,7 +296,7 @@ class Collector(Generic[ParamsT]):
             kept = [row for row, group in zip(rows, track.group_ids, strict=True) if group not in dropped]
             with self._clock.phase("other"):
                 req = self._fresh_groups(rollout_id, len(dropped))
-            fresh, measured = self._scored(self._made_whole(req))
+            fresh, measured = self._scored(self._made_whole(self._scouted(req)))
             if not kept:
                 held.release()
             pieces = [
@@ -318,7 +334,8 @@ class Collector(Generic[ParamsT]):
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with new ids."""
         whole = self._runtime.num_shards * self._sampling.samples_made_together
-        while (num_groups * self._sampling.samples_per_prompt) % whole:
+        counts = {params.samples_per_prompt for params in (self._sampling, self._asked_sampling)}
+        while any((num_groups * count) % whole for count in counts):
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         prefix = f"refill{self.asking.num_dropped_groups}:"

@@ -18,7 +18,7 @@ from unirl.config.runs import does_train, policy_sections
 from unirl.train.checkpoint.saved import DRIVER_STATE, newest_driver_state
 from unirl.types.errors import CheckpointError
 
-COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection")
+COMPARED = ("seed", "reward", "data", "sampling", "advantages", "selection", "scouts")
 """Sections of a recipe that determine what is sampled and how it is scored."""
 OF_COMPARED_STAGE = ("policy", "grows_from", "reads", "sampling", "advantages")
 """Keys of a stage that determine it."""

@@ -105,6 +105,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         media_interval=0,
         run_dir=None,
         resume=None,
+        scouts=None,
     )
     if run.selection is not None:  # drawn scores would choose other numbers of samples; pairs are of the best and worst
         recipe["selection"] = {key: value for key, value in run.selection.node.items() if key in (TARGET, "best_of")}
@@ -165,6 +166,8 @@ def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
         yield "all samples are trained on: how many selection.drop_zero_variance leaves out depends on their rewards"
     if run.selection is not None and run.selection.get("dynamic_sampling"):
         yield "no group is made again, as selection.dynamic_sampling would where all of its rewards are equal"
+    if run.file.scouts is not None:
+        yield f"the {run.file.scouts.per_prompt} scouts of each prompt (scouts.per_prompt) are not rehearsed"
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"

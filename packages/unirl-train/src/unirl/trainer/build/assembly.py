@@ -39,6 +39,7 @@ from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import Digests, Recipe, digests_of
 from unirl.trainer.roles import BackendRole, StackRole, SyncRole
+from unirl.trainer.scouting import Scouting
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
 from unirl.types.sampling import StagedSamplingParams
@@ -136,6 +137,7 @@ def make_trainer(
         collects_ahead=file.schedule.kind != "sync",
         loop=_loop_of(run, settings, run_dir, runtime),
         experience=_experience_of(run, runtime, settings),
+        scouting=None if file.scouts is None else Scouting(runtime, file.scouts, clock),
     )
 
 
@@ -224,6 +226,7 @@ def assemble(
     experience: Experience | None = None,
     takes_older: bool = False,
     parity: Parity | None = None,
+    scouting: Scouting | None = None,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
@@ -245,6 +248,7 @@ def assemble(
         rollout_policy=stack.rollout_policy(),
         scored_track=scored_track,
         collects_ahead=collects_ahead,
+        scouting=scouting,
     )
     watching = guardrails(exact_ratios=[] if takes_older else stack.exact_ratios())
     learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync, parity=parity, scored_track=scored_track)
