@@ -54,7 +54,7 @@ def matching_direction(x: Tensor, x_fake: Tensor, x_real: Tensor) -> Tensor:
 
 
 def matching_loss(x: Tensor, direction: Tensor) -> Tensor:
-    """1/2 mean (x - sg(x - g))^2 a row [R], whose gradient at x is g / numel of the row."""
+    """1/2 mean (x - sg(x - g))^2 per row [R], whose gradient at x is g / numel of the row."""
     same_shape(x=x, direction=direction)
     target = (x - direction).detach()
     return 0.5 * (x - target).square().mean(dim=tuple(range(1, x.ndim)))
@@ -174,7 +174,7 @@ class DMD2(PenalisedAlgorithm):
         return metrics
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
-        """One part a chunk of rows: sum over (sample, step) of the loss."""
+        """One part per chunk of rows: sum over (sample, step) of the loss."""
         made_R = self._made.pop(_key(micro), None)
         if made_R is None:
             raise ContractError("the fake score was not trained on these samples: call before_update first")
