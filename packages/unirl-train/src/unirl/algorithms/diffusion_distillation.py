@@ -13,7 +13,6 @@ import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks, sampled_with
@@ -21,14 +20,13 @@ from unirl.algorithms.kl import AdaptiveKL
 from unirl.algorithms.losses import velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
 from unirl.algorithms.teacher import require_same_latents
-from unirl.sde.noise import keyed_permutation
+from unirl.algorithms.trajectory_rows import TrajectoryRows, drawn_rows, num_trained_steps
 from unirl.types.bounds import NonNegative, PositiveInt, Seed, bounded
-from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import Conditions, DiffusionPipeline
+from unirl.types.errors import ContractError
+from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment
 
 
 @bounded("algorithm")
@@ -85,25 +83,12 @@ class DiffusionDistillation(PenalisedAlgorithm):
         params = sampled_with(segment.params, self._params)
         sample_R, step_R = self.rows(micro)
         for chunk in row_chunks(sample_R.numel(), self.rows_per_forward):
-            samples, steps = sample_R[chunk], step_R[chunk]
-            slots = torch.tensor([segment.slot_of(step) for step in steps.tolist()])
-            x_R = segment.latents[samples, slots].float()
-            sigma_R = segment.sigmas.to(x_R.device)[steps.to(x_R.device)]
-            conditions = {name: item.select(samples) for name, item in micro.track.conditions.items()}
-
-            def velocity(
-                pipeline: DiffusionPipeline,
-                conditions: Conditions = conditions,
-                x_R: Tensor = x_R,
-                sigma_R: Tensor = sigma_R,
-                steps: Tensor = steps,
-            ) -> Tensor:
-                return pipeline.velocity(conditions, x_R, sigma_R, steps.to(x_R.device), params).float()
-
+            steps = step_R[chunk]
+            rows = TrajectoryRows.of(micro, sample_R[chunk], steps)
             with teacher.evaluating():
-                v_teacher = velocity(teacher)
-            v_reference = self.reference.evaluate(functools.partial(velocity, self._pipeline))
-            v = velocity(self._pipeline)
+                v_teacher = rows.velocity(teacher, params)
+            v_reference = self.reference.evaluate(functools.partial(rows.velocity, self._pipeline, params))
+            v = rows.velocity(self._pipeline, params)
             loss_R = velocity_distance(v, v_teacher)
             metrics = RowMetrics()
             metrics.mean("policy/loss", loss_R)
@@ -116,24 +101,8 @@ class DiffusionDistillation(PenalisedAlgorithm):
 
     def rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """sample_R and step_R of the rows that train, [R] int64 each on the CPU, the same at every call."""
-        num_steps, num_trained = micro.segment.num_steps, self._num_trained_steps(micro.track)
         names = [f"r{self.num_rollouts}:{sample}::steps" for sample in micro.track.sample_ids]
-        step_BK = torch.stack([keyed_permutation(name, self.seed, num_steps)[:num_trained] for name in names])
-        sample_R = torch.arange(len(names)).repeat_interleave(num_trained)
-        return sample_R, step_BK.sort(dim=1).values.flatten()
+        return drawn_rows(names, self.seed, micro.segment.num_steps, self._num_trained_steps(micro.track))
 
     def _num_trained_steps(self, track: RolloutTrack) -> int:
-        segment = track.segment
-        if not isinstance(segment, LatentSegment):
-            raise ContractError(f"DiffusionDistillation trains latent tracks, this one holds {type(segment).__name__}")
-        missing = [step for step in range(segment.num_steps) if step not in segment.indices]
-        if missing:
-            raise ContractError(
-                f"the latents before the steps {missing} were not kept. Set sampling.keep_latents: all."
-            )
-        if self.num_timesteps is not None and self.num_timesteps > segment.num_steps:
-            raise ConfigError(
-                f"algorithm.num_timesteps = {self.num_timesteps} exceeds the {segment.num_steps} steps of the rollout. "
-                "Lower it or raise sampling.num_inference_steps."
-            )
-        return self.num_timesteps or segment.num_steps
+        return num_trained_steps(track, self.num_timesteps, type(self).__name__)

@@ -26,8 +26,9 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks, 
 from unirl.algorithms.forward_process import nearest_steps
 from unirl.algorithms.losses import same_shape, velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.trajectory_rows import TrajectoryRows, drawn_rows, num_trained_steps
 from unirl.sde.forward import interpolate, predict_x0, velocity_target
-from unirl.sde.noise import keyed_normal, keyed_permutation, keyed_uniform
+from unirl.sde.noise import keyed_normal, keyed_uniform
 from unirl.types.bounds import Bounds, OpenUnitInterval, PositiveInt, PositiveOrInf, Seed, bounded
 from unirl.types.conditions import NEGATIVE
 from unirl.types.errors import ConfigError, ContractError
@@ -35,7 +36,6 @@ from unirl.types.protocols.models import Conditions, DiffusionPipeline
 from unirl.types.protocols.training import CopyTrainer
 from unirl.types.rollout import RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
-from unirl.types.segments import LatentSegment
 from unirl.types.training import OptimizerConfig
 
 GuidanceScale = Annotated[float, Bounds(ge=1)]
@@ -136,20 +136,7 @@ class DMD2(PenalisedAlgorithm):
 
     def num_terms(self, track: RolloutTrack) -> int:
         """Samples times trained steps."""
-        segment = track.segment
-        if not isinstance(segment, LatentSegment):
-            raise ContractError(f"DMD2 trains latent tracks, this one holds {type(segment).__name__}")
-        missing = [step for step in range(segment.num_steps) if step not in segment.indices]
-        if missing:
-            raise ContractError(
-                f"the latents before the steps {missing} were not kept. Set sampling.keep_latents: all."
-            )
-        if self.num_timesteps > segment.num_steps:
-            raise ConfigError(
-                f"algorithm.num_timesteps = {self.num_timesteps} exceeds the {segment.num_steps} steps of the rollout. "
-                "Lower it or raise sampling.num_inference_steps."
-            )
-        return track.batch_size * self.num_timesteps
+        return track.batch_size * num_trained_steps(track, self.num_timesteps, type(self).__name__)
 
     def before_update(self, micros: Sequence[MicroBatch]) -> RowMetrics:
         """Train the fake score on the images that the present student makes."""
@@ -190,11 +177,7 @@ class DMD2(PenalisedAlgorithm):
     def rows(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """sample_R and step_R of the rows that train, [R] int64 each on the CPU, the same at every call."""
         names = [f"{key}::steps" for key in self._keys(micro)]
-        step_BK = torch.stack(
-            [keyed_permutation(name, self.seed, micro.segment.num_steps)[: self.num_timesteps] for name in names]
-        )
-        sample_R = torch.arange(len(names)).repeat_interleave(self.num_timesteps)
-        return sample_R, step_BK.sort(dim=1).values.flatten()
+        return drawn_rows(names, self.seed, micro.segment.num_steps, self.num_timesteps)
 
     def noised(self, micro: MicroBatch, rows: slice, x: Tensor, purpose: str) -> _Noised:
         """The images x [R', ...] of these rows at noise levels drawn for `purpose`."""
@@ -240,13 +223,8 @@ class DMD2(PenalisedAlgorithm):
 
     def _images(self, micro: MicroBatch, samples: Tensor, steps: Tensor) -> Tensor:
         """x [R', ...] float32 that the student makes of its own latents at these steps."""
-        segment, params = micro.segment, self._sampled(micro)
-        slots = torch.tensor([segment.slot_of(step) for step in steps.tolist()])
-        x_R = segment.latents[samples, slots].float()
-        sigma_R = segment.sigmas.to(x_R.device)[steps.to(x_R.device)]
-        conditions = {name: item.select(samples) for name, item in micro.track.conditions.items()}
-        v = self._pipeline.velocity(conditions, x_R, sigma_R, steps.to(x_R.device), params).float()
-        return predict_x0(x_R, v, sigma_R)
+        own = TrajectoryRows.of(micro, samples, steps)
+        return predict_x0(own.x_R, own.velocity(self._pipeline, self._sampled(micro)), own.sigma_R)
 
     def _velocity(self, at: _Noised, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         return self._pipeline.velocity(conditions, at.x_s, at.level_R, at.step_R, params).float()
