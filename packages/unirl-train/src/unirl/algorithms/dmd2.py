@@ -145,15 +145,14 @@ class DMD2(PenalisedAlgorithm):
         for micro in micros:
             sample_R, step_R = self.rows(micro)
             with torch.no_grad():
-                chunks = self._chunks(sample_R)
-                made = [self._images(micro, sample_R[rows], step_R[rows]) for rows in chunks]
+                made = [self._images(micro, sample_R[rows], step_R[rows]) for rows in self._chunks(micro)]
             self._made[_key(micro)] = torch.cat(made)
         metrics = RowMetrics()
         for number in range(self.fake_updates):
             losses = [
                 functools.partial(self._fake_loss, micro, rows, f"fake{number}", metrics)
                 for micro in micros
-                for rows in self._chunks(self.rows(micro)[0])
+                for rows in self._chunks(micro)
             ]
             stats = self._policies.copy_step(FAKE, losses, num_rows)
             metrics.add("dmd2/fake_grad_norm", torch.tensor(stats.grad_norm), 1)
@@ -166,7 +165,7 @@ class DMD2(PenalisedAlgorithm):
         if made_R is None:
             raise ContractError("the fake score was not trained on these samples: call before_update first")
         sample_R, step_R = self.rows(micro)
-        for rows in self._chunks(sample_R):
+        for rows in self._chunks(micro):
             metrics = RowMetrics()
             direction = self._direction(micro, rows, made_R[rows], metrics)
             x = self._images(micro, sample_R[rows], step_R[rows])
@@ -181,12 +180,13 @@ class DMD2(PenalisedAlgorithm):
 
     def noised(self, micro: MicroBatch, rows: slice, x: Tensor, purpose: str) -> _Noised:
         """The images x [R', ...] of these rows at noise levels drawn for `purpose`."""
-        names = [f"{key}::{purpose}" for key in self._keys(micro)]
-        draws_R = keyed_uniform([f"{name}::levels" for name in names], self.seed, (self.num_timesteps,)).flatten()
-        level_R = (self.min_level + (self.max_level - self.min_level) * draws_R)[rows].to(x.device)
-        shape = (self.num_timesteps, *x.shape[1:])
-        noise = keyed_normal([f"{name}::noise" for name in names], self.seed, shape).flatten(0, 1)[rows].to(x)
-        samples = self.rows(micro)[0][rows]
+        keys, count = self._keys(micro), self.num_timesteps
+        row_R = torch.arange(len(keys) * count)[rows]
+        samples, own = row_R // count, (torch.arange(len(row_R)), row_R % count)
+        names = [f"{keys[sample]}::{purpose}" for sample in samples.tolist()]
+        draws_R = keyed_uniform([f"{name}::levels" for name in names], self.seed, (count,))[own]
+        level_R = (self.min_level + (self.max_level - self.min_level) * draws_R).to(x.device)
+        noise = keyed_normal([f"{name}::noise" for name in names], self.seed, (count, *x.shape[1:]))[own].to(x)
         conditions = {name: item.select(samples) for name, item in micro.track.conditions.items()}
         return _Noised(
             interpolate(x, noise, level_R),
@@ -233,7 +233,7 @@ class DMD2(PenalisedAlgorithm):
         """What a guided teacher reads besides the student's conditions, where these do not hold it."""
         if not guided.uses_guidance or any(name.startswith(NEGATIVE) for name in micro.track.conditions):
             return {}
-        samples = self.rows(micro)[0][rows]
+        samples = torch.arange(self.num_terms(micro.track))[rows] // self.num_timesteps
         with self._pipeline.evaluating():
             encoded = self._pipeline.encode_texts(micro.track.select(samples.tolist()).primitives, guided)
         return {
@@ -246,8 +246,8 @@ class DMD2(PenalisedAlgorithm):
     def _keys(self, micro: MicroBatch) -> list[str]:
         return [f"r{self.num_rollouts}:u{micro.update}:{sample}" for sample in micro.track.sample_ids]
 
-    def _chunks(self, sample_R: Tensor) -> list[slice]:
-        return row_chunks(sample_R.numel(), self.rows_per_forward)
+    def _chunks(self, micro: MicroBatch) -> list[slice]:
+        return row_chunks(self.num_terms(micro.track), self.rows_per_forward)
 
 
 def _key(micro: MicroBatch) -> tuple[int, tuple[str, ...]]:
