@@ -147,6 +147,16 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float) ->
         torch._foreach_mul_([local_part(gradient) for gradient in gradients], max_norm / norm)
 
 
+def clipped_step(
+    optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: float, *, max_norm: float, lr: float
+) -> None:
+    """Clip the optimizer's gradients of global norm `norm`, then take its step at `lr`."""
+    clip_gradients(gradients, norm, max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
 def _by_sharding(tensors: Sequence[Tensor]) -> dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]]:
     """Places of the tensors by their mesh and its dimensions that cut them; None and none of those that lie whole."""
     found: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unirl.train.backend.collectives import RankCollectives
-from unirl.train.optim import clip_gradients, global_grad_norm, make_adamw, move_optimizer
+from unirl.train.optim import clipped_step, global_grad_norm, make_adamw, move_optimizer
 from unirl.types.errors import ConfigError
 from unirl.types.training import OptimizerConfig
 
@@ -61,10 +61,7 @@ class AuxiliaryModule:
 
     def step(self, norm: float, lr: float) -> None:
         """Clip gradients of global norm `norm`, then AdamW at `lr`."""
-        clip_gradients(self._gradients, norm, self._max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        clipped_step(self._optimizer, self._gradients, norm, max_norm=self._max_grad_norm, lr=lr)
 
     def move(self, device: torch.device) -> None:
         """Move parameters, gradients and optimizer state."""

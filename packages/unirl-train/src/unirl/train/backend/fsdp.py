@@ -28,7 +28,7 @@ from unirl.train.backend.wrap import reshard, shard_all
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.hosted_states import check_offload
 from unirl.train.lora import adapters_disabled, is_empty
-from unirl.train.optim import clip_gradients, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
+from unirl.train.optim import clipped_step, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache, is_accelerator
 from unirl.types.errors import ConfigError, ContractError
@@ -308,10 +308,7 @@ class FSDPBackend:
             self.zero_grad()
             self.progress.skip(bad[0], self._max_skipped_steps)
             return StepStats(norm, lr, is_skipped=True, module_grad_norms=norms)
-        clip_gradients(gradients, norm, max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        clipped_step(self._optimizer, gradients, norm, max_norm=max_grad_norm, lr=lr)
         for name, auxiliary in self._auxiliary.items():
             auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
         self._follow_values()

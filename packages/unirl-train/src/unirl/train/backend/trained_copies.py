@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from unirl.train.optim import clip_gradients, global_grad_norm, make_adamw, move_optimizer
+from unirl.train.optim import clipped_step, global_grad_norm, make_adamw, move_optimizer
 from unirl.types.errors import ConfigError, TrainingError
 from unirl.types.training import OptimizerConfig, StepStats
 
@@ -60,10 +60,7 @@ class TrainedCopy:
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         own = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        clip_gradients(own, norm, self._max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        clipped_step(self._optimizer, own, norm, max_norm=self._max_grad_norm, lr=lr)
         self._optimizer.zero_grad(set_to_none=True)
         return StepStats(norm, lr, is_skipped=False)
 
