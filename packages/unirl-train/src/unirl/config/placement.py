@@ -196,6 +196,12 @@ def groups_of_run(run: ComposedRun) -> list[WorkerGroup]:
     return worker_groups(run.num_devices, run.file.cluster, pools_of(run.file), members)
 
 
+def num_shards(run: ComposedRun) -> int:
+    """Parts that a batch is cut into where it trains: devices, less those that share samples (`topology.sp`, `tp`)."""
+    shared = max(policy.ranks_per_sample for policy in run.policies.values())
+    return max(1, len(groups_of_run(run)[0].devices) // shared)
+
+
 def scorer_pools(run: ComposedRun) -> dict[str, str]:
     """The pools of single scorers, by scorer."""
     return {str(scorer): str(pool) for scorer, pool in (run.resolved[REWARD].get("pools") or {}).items()}

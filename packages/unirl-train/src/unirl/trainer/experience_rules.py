@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from unirl.config.placement import groups_of_run
+from unirl.config.placement import num_shards
 from unirl.config.runs import ComposedRun
 from unirl.trainer.loops.rules import LOOP, steps_of_rollouts_that_differ
 from unirl.types.recipe import Messages
@@ -43,8 +43,7 @@ def experience_divides(run: ComposedRun) -> Messages:
         if given.best_of >= whole:
             yield f"{KEY}.best_of = {given.best_of} is no part of the {whole} samples of a group. Lower it, or null."
             return
-    shared = max(policy.ranks_per_sample for policy in run.policies.values())
-    shards = max(1, len(groups_of_run(run)[0].devices) // shared)
+    shards = num_shards(run)
     updates = math.lcm(*(policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()))
     if (given.groups_per_rollout * per_group) % (shards * updates):
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirl.config.placement import groups_of_run
+from unirl.config.placement import groups_of_run, num_shards
 from unirl.config.runs import ComposedRun
 from unirl.trainer.loops.rules import LOOP
 from unirl.types.recipe import Messages
@@ -72,9 +72,9 @@ def scouts_divide(run: ComposedRun) -> Messages:
     own = run.file.scouts
     if own is None:
         return
-    total, shared = run.batch_size * own.per_prompt, max(each.ranks_per_sample for each in run.policies.values())
+    total = run.batch_size * own.per_prompt
     for place, group in enumerate(groups_of_run(run)):
-        count = max(1, len(group.devices) // shared) if place == 0 else len(group.devices)
+        count = num_shards(run) if place == 0 else len(group.devices)
         if not group.given.is_served and total % count:
             yield (
                 f"batch_size * scouts.per_prompt = {run.batch_size} * {own.per_prompt} = {total} is not divisible by "
