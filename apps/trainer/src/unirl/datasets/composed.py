@@ -6,7 +6,7 @@ benchmarks themselves are not among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unirl.datasets.geneval import COLOURS, NO_COLOUR, NO_NUMBER, NUMBERS, RELATIONS, names, one, several
@@ -43,25 +43,28 @@ def _row(number: int) -> Row:
     things = [name if count == 1 else several(name) for name, count in zip(chosen, counts, strict=True)]
     relation = drawn(RELATIONS, f"{at} relation")
     placed = f"the {things[0]} {relation} the {things[1]}"
-    asked = _Questions()
+    asked, there = _Questions(), list[int]()
     for name, count, colour, thing in zip(chosen, counts, colours, things, strict=True):
         is_there = asked.add(f"Is there {one(name)} in the image?")
-        verb = "is" if count == 1 else "are"
-        asked.add(f"{verb.title()} there exactly {_NUMBERS[count]} {thing}?", [is_there])
-        asked.add(f"{verb.title()} the {thing} {colour}?", [is_there])
-        asked.atoms.append([f"How many {several(name)} are in the image?", _NUMBERS[count]])
-        asked.atoms.append([f"{verb.title()} the {thing} {colour}?", "Yes"])
-    related = f"{'Is' if counts[0] == 1 else 'Are'} {placed}?"
-    asked.add(related, [asked.questions[0]["id"], asked.questions[3]["id"]])
+        coloured = f"{_verb(count)} the {thing} {colour}?"
+        asked.add(f"{_verb(count)} there exactly {_NUMBERS[count]} {thing}?", [is_there])
+        asked.add(coloured, [is_there])
+        asked.atoms += [[f"How many {several(name)} are in the image?", _NUMBERS[count]], [coloured, "Yes"]]
+        there.append(is_there)
+    related = f"{_verb(counts[0])} {placed}?"
+    asked.add(related, there[:2])
     asked.atoms.append([related, "Yes"])
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
-    prompt = f"{listed}, {placed}"
     return {
-        "prompt": prompt,
+        "prompt": f"{listed}, {placed}",
         "category": f"{len(chosen)} objects",
         "vqa_list": asked.atoms,
         "questions": asked.questions,
     }
+
+
+def _verb(count: int) -> str:
+    return "Is" if count == 1 else "Are"
 
 
 class _Questions:
@@ -71,7 +74,7 @@ class _Questions:
         self.atoms: list[list[str]] = []
         self.questions: list[dict[str, Any]] = []  # Any: JSON
 
-    def add(self, question: str, parents: tuple[int, ...] | list[int] = ()) -> int:
+    def add(self, question: str, parents: Sequence[int] = ()) -> int:
         """Its id, which others name as their parent."""
         number = len(self.questions) + 1
         self.questions.append({"id": number, "question": question, "parents": list(parents)})

@@ -113,6 +113,7 @@ def _clause(name: str, count: int = 1, **more: Any) -> dict[str, Any]:  # Any: c
 
 
 def one(name: str, colour: str = "") -> str:
+    """An object with its article, which those have not that are not counted."""
     words = f"{colour} {name}".strip()
     if name in NO_NUMBER:
         return words
@@ -120,6 +121,7 @@ def one(name: str, colour: str = "") -> str:
 
 
 def several(name: str) -> str:
+    """The plural of an object's name."""
     if name in IRREGULAR:
         return IRREGULAR[name]
     return f"{name}es" if name.endswith(("s", "x", "sh", "ch")) else f"{name}s"
