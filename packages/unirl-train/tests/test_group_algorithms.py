@@ -145,3 +145,32 @@ def test_groups_of_another_size_are_refused(kind: Any):
     made, resp = made_with(kind, samples_per_group=3, micro=3)
     with pytest.raises(ContractError, match=r"the 3 samples that (DGPO|CRD) compares must come from one group"):
         made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0)
+
+
+def test_a_row_outside_the_trust_radius_learns_only_while_it_is_on_the_wrong_side():
+    made, resp = made_with(DGPO, trust_radius=1.0, beta=3.0, advantage_clip=None)
+    made.algorithm.prepare()
+    displace(made.backend, 0.2)
+    track = resp.tracks["image"].replace(advantages=ADVANTAGES)
+    micro = MicroBatch(track=track, anchor={}, update=0, progress=0.0)
+    [(_, rows)] = made.algorithm.forward_rows(micro)
+    x_s, target = rows.x_t.double(), rows.target.double()
+    leaves = [value.double().requires_grad_() for value in made.parameters.values()]
+    v, v_reference = leaves[0] * x_s + leaves[1], 0.7 * x_s + 0.1
+    errors, moved = (
+        [(a - b).square().flatten(1).mean(dim=1) for a, b in pairs]
+        for pairs in (((v, target), (v_reference, target)), ((v, v_reference),))
+    )
+    advantages, distance = ADVANTAGES[rows.sample_R].double(), errors[0] - errors[1]
+    radius = made.algorithm.trust_radius = 1.0001 * float(moved[0].detach().median())  # between two rows
+    is_far, is_right = moved[0].detach() > radius, (advantages * distance).detach() < 0
+    for is_held in (is_far & is_right, is_far & ~is_right, ~is_far & is_right, ~is_far & ~is_right):
+        assert is_held.any()
+    learning = torch.where(is_far & is_right, distance.detach(), distance)
+    loss = (1 + (3.0 * (advantages * learning).view(-1, GROUP).mean(dim=1)).exp()).log().mean() / 3.0
+    expected = torch.autograd.grad(loss, leaves)
+    metrics = made.stack.train(with_advantages(resp, ADVANTAGES), progress=0.0).metrics
+    [found] = made.backend.gradients
+    for value, wanted in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-7)
+    assert metrics["dgpo/held_fraction"] == pytest.approx(float((is_far & is_right).double().mean()))
