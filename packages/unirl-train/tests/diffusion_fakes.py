@@ -5,6 +5,7 @@ Legend: B samples, R rows, S stochastic steps.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from unirl.algorithms.diffusion_dpo import DiffusionDPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.diffusion_nft import DiffusionNFT
 from unirl.algorithms.dmd2 import DMD2
+from unirl.algorithms.dmd2_reward import DMD2WithReward
 from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
 from unirl.algorithms.refl import ReFL
@@ -550,6 +552,15 @@ CASES: dict[str, dict[str, Any]] = {
         "keep_reference": True,
         "rows_per_forward": 3,
     },
+    "dmd2_reward": {
+        "kind": DMD2WithReward,
+        "fake_optimizer": OptimizerConfig(learning_rate=1e-2),
+        "surrogate_optimizer": OptimizerConfig(learning_rate=1e-2),
+        "samples_per_group": 2,
+        "num_timesteps": 2,
+        "keep_reference": True,
+        "rows_per_forward": 4,
+    },
     "drtune": {"kind": DRTune, "num_gradient_steps": 2, "kl_coef": 0.1, "keep_reference": True},
     "refl": {"kind": ReFL, "num_last_steps": 2, "scale": 1.0, "pretrain_coef": 0.1},
     "draft": {"kind": DRaFT, "num_last_steps": 2, "is_checkpointed": True},
@@ -569,7 +580,7 @@ def trained(case: str) -> dict[str, Any]:
     if made.algorithm.trains_copies:
         params = sampling(**KEPT)
     if made.algorithm.samples_per_unit == 2:
-        params, num_prompts = sampling(samples_per_prompt=2), 8
+        params, num_prompts = dataclasses.replace(params, samples_per_prompt=2), 8
     resp = rollout(FieldPipeline(FieldBundle().model), params, num_prompts=num_prompts)
     advantages = some_advantages(resp.batch_size)
     shard = resp.batch_size // made.backend.dp_size

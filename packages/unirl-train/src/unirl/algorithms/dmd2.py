@@ -61,7 +61,7 @@ def matching_loss(x: Tensor, direction: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Noised:
+class NoisedRows:
     """Some rows, noised: what both scores are asked at."""
 
     x_s: Tensor
@@ -178,17 +178,21 @@ class DMD2(PenalisedAlgorithm):
         names = [f"{key}::steps" for key in self._keys(micro)]
         return drawn_rows(names, self.seed, micro.segment.num_steps, self.num_timesteps)
 
-    def noised(self, micro: MicroBatch, rows: slice, x: Tensor, purpose: str) -> _Noised:
-        """The images x [R', ...] of these rows at noise levels drawn for `purpose`."""
+    def noised(
+        self, micro: MicroBatch, rows: slice, x: Tensor, purpose: str, *, min_level: float | None = None
+    ) -> NoisedRows:
+        """The images x [R', ...] of these rows at noise levels drawn for `purpose`, between min_level (None: the
+        option) and max_level."""
+        lowest = self.min_level if min_level is None else min_level
         keys, count = self._keys(micro), self.num_timesteps
         row_R = torch.arange(len(keys) * count)[rows]
         samples, own = row_R // count, (torch.arange(len(row_R)), row_R % count)
         names = [f"{keys[sample]}::{purpose}" for sample in samples.tolist()]
         draws_R = keyed_uniform([f"{name}::levels" for name in names], self.seed, (count,))[own]
-        level_R = (self.min_level + (self.max_level - self.min_level) * draws_R).to(x.device)
+        level_R = (lowest + (self.max_level - lowest) * draws_R).to(x.device)
         noise = keyed_normal([f"{name}::noise" for name in names], self.seed, (count, *x.shape[1:]))[own].to(x)
         conditions = {name: item.select(samples) for name, item in micro.track.conditions.items()}
-        return _Noised(
+        return NoisedRows(
             interpolate(x, noise, level_R),
             velocity_target(x, noise),
             level_R,
@@ -226,7 +230,7 @@ class DMD2(PenalisedAlgorithm):
         own = TrajectoryRows.of(micro, samples, steps)
         return predict_x0(own.x_R, own.velocity(self._pipeline, self._sampled(micro)), own.sigma_R)
 
-    def _velocity(self, at: _Noised, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
+    def _velocity(self, at: NoisedRows, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         return self._pipeline.velocity(conditions, at.x_s, at.level_R, at.step_R, params).float()
 
     def _negatives(self, micro: MicroBatch, rows: slice, guided: DiffusionSamplingParams) -> Conditions:

@@ -8,9 +8,14 @@ from unirl.types.recipe import Messages, Part, Run
 
 def levels_are_in_order(own: Part, run: Run) -> Messages:
     """Noise levels are drawn from an interval."""
-    low, high = own.get("min_level"), own.get("max_level")
+    yield from is_below_max_level(own, "min_level")
+
+
+def is_below_max_level(own: Part, option: str) -> Messages:
+    """The least of some noise levels, `option`, is less than the greatest of all."""
+    low, high = own.get(option), own.get("max_level")
     if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low >= high:
-        yield f"{own.at}.min_level = {low} must be below {own.at}.max_level = {high}. Lower the first."
+        yield f"{own.at}.{option} = {low} must be below {own.at}.max_level = {high}. Lower the first."
 
 
 def scores_are_asked_anywhere(own: Part, run: Run) -> Messages:
@@ -26,19 +31,24 @@ def scores_are_asked_anywhere(own: Part, run: Run) -> Messages:
 
 
 def teacher_can_be_guided(own: Part, run: Run) -> Messages:
-    """A guided teacher reads a negative prompt, which is encoded while training."""
-    scale = own.get("teacher_guidance")
+    """A guided teacher reads a negative prompt."""
+    yield from negative_prompt_is_there(own, run, "teacher_guidance")
+
+
+def negative_prompt_is_there(own: Part, run: Run, option: str) -> Messages:
+    """What is guided by the scale `option` reads a negative prompt, which is encoded while training."""
+    scale = own.get(option)
     if not isinstance(scale, (int, float)) or scale <= 1 or run.sampling.get("guidance_scale", 1.0) > 1:
         return
     if run.sampling.node.get("negative_prompt") is None:
         yield (
-            f"{own.at}.teacher_guidance = {scale} needs a negative prompt. Set sampling.negative_prompt (the empty "
-            f'string "" is a valid one), or {own.at}.teacher_guidance: 1.'
+            f"{own.at}.{option} = {scale} needs a negative prompt. Set sampling.negative_prompt (the empty "
+            f'string "" is a valid one), or {own.at}.{option}: 1.'
         )
     if run.engine.get("drop_text_encoders"):
         yield (
-            f"{own.at}.teacher_guidance = {scale} has the trainer encode the negative prompt, but "
-            f"{run.engine.at}.drop_text_encoders: true frees what does. Remove it, or set {own.at}.teacher_guidance: 1."
+            f"{own.at}.{option} = {scale} has the trainer encode the negative prompt, but "
+            f"{run.engine.at}.drop_text_encoders: true frees what does. Remove it, or set {own.at}.{option}: 1."
         )
 
 
