@@ -46,6 +46,7 @@ FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 """Joint attention with masked texts and without, and attention to a text that stays whole."""
 USUAL = {
     *((name, "sp2") for name in (*FIRST, "qwen3")),
+    *((name, "ring2") for name in ("qwen_image", "qwen3")),
     *(("qwen3_moe", case) for case in ("ep2", "dp2-ep2")),
     *(("qwen3", case) for case in ("tp2", "dp2-tp2")),
 }
@@ -65,10 +66,23 @@ def names_of(case: str, names: list[str]) -> list[str]:
     return [name for name in names if name in (*SPREAD, *SHARED_TEXTS) and (topology.sp == 2 or name in FOUR_HEADS)]
 
 
+MANY = ("sp2-recomputed", "dp2-sp2", "hsdp2-sp2", "ring2-recomputed")
+"""Cases that every family with tokens to spread takes besides the plain ones, each minutes for all of them."""
+THOROUGH = {*FIRST, "hunyuan_video15", *SHARED_TEXTS}
+"""Families that take them in every run: those of each kind of attention. Others do nightly."""
+
+
+def marks_of(name: str, case: str) -> Any:
+    """All but the usual rows are left to the matrix."""
+    if (name, case) in USUAL:
+        return ()
+    return (pytest.mark.matrix, pytest.mark.nightly) if case in MANY and name not in THOROUGH else pytest.mark.matrix
+
+
 def rows(cases: list[str]) -> list[Any]:
-    """Every family with every case; all but the usual ones are left to the matrix."""
+    """Every family with every case."""
     return [
-        pytest.param(name, case, id=f"{name}-{case}", marks=() if (name, case) in USUAL else pytest.mark.matrix)
+        pytest.param(name, case, id=f"{name}-{case}", marks=marks_of(name, case))
         for case in cases
         for name in names_of(case, [*SPREAD, *TEXTS])
     ]
@@ -76,10 +90,10 @@ def rows(cases: list[str]) -> list[Any]:
 
 class Runs:
     """What one process and ranks found, run once for all families. out: of all processes of a test session, which share
-    what ranks found."""
+    what ranks found. ids: of the tests of the session."""
 
-    def __init__(self, folders: Path, out: Path, names: list[str]) -> None:
-        self.folders, self.out, self._names = folders, out, names
+    def __init__(self, folders: Path, out: Path, ids: set[str]) -> None:
+        self.folders, self.out, self._ids = folders, out, ids
         self.of = cache(self._of)
         self.one = cache(self._one)
 
@@ -88,11 +102,16 @@ class Runs:
         return step_of(name, self.folders, TrainTopology(), checkpoints, lora=lora)
 
     def _of(self, case: str) -> list[dict[str, Any]]:
-        for name in self._names:
+        names = [
+            name
+            for name in names_of(case, [*SPREAD, *TEXTS])
+            if name in (*FIRST, "qwen3", "qwen3_moe", "hunyuan_image3") or self._ids & {name, f"{name}-{case}"}
+        ]
+        for name in names:
             pipeline_of(name, self.folders)  # written before the ranks read it
         folder, num_ranks = self.out / case, CASES[case].world_size
         folder.mkdir(exist_ok=True)
-        job = partial(steps_of_rank, names_of(case, self._names), case, self.folders, folder)
+        job = partial(steps_of_rank, names, case, self.folders, folder)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # while another process's ranks run, which take all cores
             if not (folder / "outcome").exists():
@@ -124,17 +143,11 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    ids = [item.name.partition("[")[2] for item in request.session.items if item.path == request.path]
-    names = [
-        name
-        for name in [*SPREAD, *TEXTS]
-        if name in (*FIRST, "qwen3", "qwen3_moe", "hunyuan_image3")
-        or any(each.startswith((f"{name}-", f"{name}]")) for each in ids)
-    ]
+    ids = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items if item.path == request.path}
     of_session = tmp_path_factory.getbasetemp()
     out = (of_session.parent if "PYTEST_XDIST_WORKER" in os.environ else of_session) / "topologies"
     out.mkdir(exist_ok=True)
-    return Runs(folders, out, names)
+    return Runs(folders, out, ids)
 
 
 def assert_close(found: dict[str, torch.Tensor], one: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -223,16 +236,20 @@ SHARED = [
 ]
 
 
+@pytest.mark.parametrize("case", ["sp2", "ring2"])
 @pytest.mark.parametrize("name", SHARED)
-def test_transformers_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
+def test_transformers_in_float64_are_those_of_one_process(name: str, case: str, runs: Runs) -> None:
     one = (shared_doubles_of if name in TEXTS else doubles_of)(name, runs.folders)
-    for rank in runs.of("sp2"):
+    for rank in runs.of(case):
         assert_close(rank["float64"][name], one, 1e-10)
 
 
+@pytest.mark.parametrize("case", ["sp2", "ring2"])
 @pytest.mark.parametrize("name", SHARED)
-def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
-    for number, rank in enumerate(runs.of("sp2")):
+def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_formula(
+    name: str, case: str, runs: Runs
+) -> None:
+    for number, rank in enumerate(runs.of(case)):
         assert rank["attentions"][name]
         for lengths in rank["attentions"][name]:
             # A stream that does not divide gives the first rank one token more; there are two streams at most.

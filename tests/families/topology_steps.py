@@ -41,6 +41,7 @@ from unirl.sde.kernels import FlowSDEStrategy
 from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.backend.layer_exchange import SumExchange
+from unirl.train.backend.ring import RingExchange
 from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.wrap import cut_experts, cut_linears
 from unirl.train.checkpoint.checkpointer import Checkpointer
@@ -221,7 +222,10 @@ def step_of(name: str, folder: Path, topology: TrainTopology, checkpoints: Path,
 def _bytes_exchanged(backend: FSDPBackend) -> int:
     if backend.layer_exchange is not None:
         return backend.layer_exchange.bytes_reduced
-    return sum(each.bytes_sent for each in (backend.token_exchange, backend.expert_exchange) if each is not None)
+    exchange = backend.token_exchange
+    of_tokens = 0 if exchange is None else exchange.bytes_sent
+    of_ring = exchange.ring.bytes_sent if exchange is not None and isinstance(exchange.ring, RingExchange) else 0
+    return of_tokens + of_ring + (0 if backend.expert_exchange is None else backend.expert_exchange.bytes_sent)
 
 
 def _reach_a_copy(name: str, folder: Path, weights: Mapping[str, Tensor], backend: FSDPBackend) -> bool:
@@ -308,25 +312,47 @@ def resumed(
 # In float64, the transformers alone ------------------------------------------------------------------------------
 
 
-class NotingExchange(UlyssesExchange):
+class NotingRing(RingExchange):
     """Notes the tokens of each attention, and the bytes that it should send."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.attentions: list[list[int]] = []
+        self.expected_bytes = 0
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Keys and values of all other ranks but the next pass through this one, forwards and backwards, and gradients
+        of those of all ranks."""
+        lengths = options["lengths"]
+        self.attentions.append(list(lengths))
+        through = sum(lengths) - lengths[(self.rank + 1) % self.size]
+        self.expected_bytes += (2 * through + sum(lengths)) * (_slice_bytes(key, 2) + _slice_bytes(value, 2))
+        return super().attention(query, key, value, **options)
+
+
+class NotingExchange(UlyssesExchange):
+    """Notes the tokens of each attention, and the bytes that it should send."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, heads: dist.ProcessGroup | None = None, ring: NotingRing | None = None
+    ) -> None:
+        super().__init__(group, heads, ring)
+        self.attentions: list[list[int]] = [] if ring is None else ring.attentions
         """Tokens of each rank."""
         self.expected_bytes = 0
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """This rank sends queries, keys and values of its tokens for the heads that others keep, and back gradients of
         theirs for its heads."""
-        self.attentions.append(list(lengths))
-        self._expect(own, lengths, all_heads=_slice_bytes(own, -2))
+        if self.ring is None:
+            self.attentions.append(list(lengths))
+            self._expect(own, lengths, all_heads=_slice_bytes(own, -2))
         return super().to_heads(own, lengths)
 
     def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """It sends results of others' tokens, and back gradients of its tokens, for all heads."""
-        self._expect(own, lengths, all_heads=_slice_bytes(own, -2) * self.size)
+        if self.ring is None:
+            self._expect(own, lengths, all_heads=_slice_bytes(own, -2) * self.size)
         return super().to_tokens(own, lengths)
 
     def _expect(self, own: Tensor, lengths: Sequence[int], all_heads: int) -> None:
@@ -573,6 +599,9 @@ CASES = {
     "dp2-sp2": Case(4, TrainTopology(dp_shard=2, sp=2)),
     "hsdp2-sp2": Case(4, TrainTopology(dp_replicate=2, sp=2)),
     "sp4": Case(4, TrainTopology(sp=4)),
+    "ring2": Case(2, TrainTopology(sp=2, ring=2)),
+    "ring2-recomputed": Case(2, TrainTopology(sp=2, ring=2), (("activation_checkpointing", True),)),
+    "sp4-ring2": Case(4, TrainTopology(sp=4, ring=2)),
     "tp2": Case(2, TrainTopology(tp=2)),
     "tp2-recomputed": Case(2, TrainTopology(tp=2), (("activation_checkpointing", True),)),
     "dp2-tp2": Case(4, TrainTopology(dp_shard=2, tp=2)),
@@ -609,7 +638,7 @@ def refusals(name: str, folder: Path) -> dict[str, str]:
     except ContractError as error:
         found["differ"] = str(error)
     three = UlyssesExchange(backend.collectives.group("sp"))
-    three.size = 3
+    three.num_head_parts = 3
     bundle = kit.ours(name, folder / name).bundle
     try:
         bundle.spread_tokens(three)
@@ -711,14 +740,20 @@ def steps_of_rank(names: Sequence[str], case: str, folder: Path, out: Path) -> d
     found: dict[str, Any] = {
         "float32": {name: step_of(name, folder, topology, out / name, **options) for name in names}
     }
-    if case == "sp2":
+    if case in ("sp2", "ring2"):
         found |= {"float64": {}, "attentions": {}, "bytes": {}}
+        alone = dist.new_subgroups(1)[0]
         for name in names:
-            exchange = NotingExchange(dist.group.WORLD)  # ty: ignore[invalid-argument-type]: there is one
+            world = dist.group.WORLD
+            # ty: there is a world
+            ring = NotingRing(world) if case == "ring2" else None  # ty: ignore[invalid-argument-type]
+            exchange = NotingExchange(world, ring and alone, ring)  # ty: ignore[invalid-argument-type]
             of_doubles = shared_doubles_of if name in TEXTS else doubles_of
             found["float64"][name] = of_doubles(name, folder, exchange)
             found["attentions"][name] = exchange.attentions
-            found["bytes"][name] = (exchange.bytes_sent, exchange.expected_bytes)
+            both = [exchange] if ring is None else [exchange, ring]
+            found["bytes"][name] = (sum(each.bytes_sent for each in both), sum(each.expected_bytes for each in both))
+    if case == "sp2":
         found |= refusals("sd3", folder)
         found["texts_differ"] = text_refusal("qwen3", folder, topology)
     if case == "tp2":

@@ -40,6 +40,12 @@ def findings(name, *overrides):
             ["+backend.topology.sp=2", "+backend.fsdp.compile=true"],
             "backend.topology.sp = 2 exchanges tokens inside blocks that backend.fsdp.compile compiles",
         ),
+        (
+            SHAPES,
+            ["+backend.topology.sp=4", "+backend.topology.ring=3"],
+            "backend.topology.ring = 3 does not divide sp = 4, whose ranks it groups. Set it to one of [1, 2, 4].",
+        ),
+        (SHAPES, ["+backend.topology.ring=2"], "topology.ring = 2 does not divide sp = 1, whose ranks it groups"),
         (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
         (
             IMAGES,
@@ -138,7 +144,19 @@ def test_ranks_divide_the_heads_of_a_checkpoint_on_this_machine(tmp_path):
     (tmp_path / "transformer" / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
     found = findings(SHAPES, CLASS, "+backend.topology.sp=4", f"bundle.pretrained_model={tmp_path}")
     message = f"backend.topology.sp = 4 does not divide the 6 attention heads of {tmp_path}/transformer/config.json. "
-    assert any(message + "Set it to one of [1, 2, 3, 6]." in each for each in found), found
+    advice = "Set it to one of [1, 2, 3, 6]. Or let keys go around the ranks instead, with topology.ring."
+    assert any(message + advice in each for each in found), found
+    given = (SHAPES, CLASS, "+backend.topology.sp=4", f"bundle.pretrained_model={tmp_path}")
+    # Heads are exchanged by two ranks, and by none.
+    for ring in (2, 4):
+        assert findings(*given, f"+backend.topology.ring={ring}") == []
+
+
+def test_a_ring_needs_a_device_whose_attention_gives_its_sums():
+    found = findings(SHAPES, CLASS, "+backend.topology.sp=2", "+backend.topology.ring=2", "device=npu")
+    message = "has no attention that gives its sums, by which the blocks of topology.ring add up. Set topology.ring: 1"
+    assert any(message in each for each in found), found
+    assert not any("topology.ring" in each for each in findings(SHAPES, CLASS, "+backend.topology.sp=2", "device=npu"))
 
 
 def test_ranks_divide_the_heads_of_a_language_model_on_this_machine(tmp_path):

@@ -29,6 +29,11 @@ class OneOfRanks:
     size: int
     rank: int = 0
     of_all: list[Tensor] = field(default_factory=list)
+    ring: None = None
+
+    @property
+    def num_head_parts(self) -> int:
+        return self.size
 
     def lengths(self, length: int) -> list[int]:
         return [len(part) for part in torch.arange(length).tensor_split(self.size)]

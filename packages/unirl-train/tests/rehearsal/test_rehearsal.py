@@ -17,6 +17,7 @@ import pytest
 
 from unirl.rehearsal import blocks, ledger
 from unirl.rehearsal.mode import own_place
+from unirl.train.backend.ring import RingExchange
 from unirl.train.backend.ulysses import UlyssesExchange
 
 HERE = Path(__file__).parent
@@ -76,13 +77,17 @@ class Packed:
 
 
 def test_blocks_whose_tokens_are_exchanged_between_as_many_ranks_are_alike() -> None:
-    def described(size: int, length: int = 3) -> Any:
+    def described(size: int, length: int = 3, ring: int = 1) -> Any:
         exchange = UlyssesExchange.__new__(UlyssesExchange)  # without a process group
-        exchange.rank, exchange.size = 0, size
+        exchange.rank, exchange.size, exchange.ring = 0, size, None
+        if ring > 1:
+            around = exchange.ring = RingExchange.__new__(RingExchange)
+            around.rank, around.size = 0, ring
         return blocks._described(Packed((length,), exchange))
 
     assert described(2) == described(2)
-    assert len({described(2), described(4), described(2, length=5)}) == 3
+    several = {described(2), described(4), described(2, length=5), described(4, ring=2), described(4, ring=4)}
+    assert len(several) == 5
 
 
 def test_values_that_are_read_are_zeros_and_every_read_is_noted(facts: Any) -> None:

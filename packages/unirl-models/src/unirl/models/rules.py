@@ -47,11 +47,11 @@ def experts_divide(own: Part, run: Run) -> Messages:
 def heads_of_texts_divide(own: Part, run: Run) -> Messages:
     """Ranks that share texts divide the attention heads of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size, file = policy.ranks_of_tokens, _config_file(own)
+    size, file = policy.ranks_of_heads, _config_file(own)
     if size == 1 or not own.ability("spreads_tokens") or own.ability("index_file") != file.name:
         return
     found = _read(file, _heads_of)
-    problem = found and heads_problem(f"{policy.backend.at}.topology.sp", size, *found, str(file))
+    problem = found and heads_problem(f"{policy.backend.at}.{policy.heads_option}", size, *found, str(file))
     if problem:
         yield problem
 
@@ -131,7 +131,7 @@ def layers_problem(at: str, size: int, num_heads: int, num_key_heads: int, inner
 def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where: str) -> str | None:
     """The message for ranks that do not divide a model's attention heads, or None. Ranks may share heads of keys."""
     if num_heads % size:
-        return sharing_problem(at, size, num_heads, "attention heads", where)
+        return undivided_heads(at, size, num_heads, where)
     if num_key_heads % size and size % num_key_heads:
         fitting = [
             each
@@ -143,6 +143,12 @@ def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where:
             f"of them. Set it to one of {fitting}."
         )
     return None
+
+
+def undivided_heads(at: str, size: int, num_heads: int, where: str) -> str:
+    """The message for ranks that do not divide a model's attention heads. at: the option, which may have a ring."""
+    advice = "" if at.endswith("ring") else " Or let keys go around the ranks instead, with topology.ring."
+    return sharing_problem(at, size, num_heads, "attention heads", where) + advice
 
 
 def sharing_problem(at: str, size: int, count: int, what: str, where: str) -> str:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from unirl.models.rules import sharing_problem
+from unirl.models.rules import undivided_heads
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import TokenExchange
+from unirl.types.protocols.models import TokenExchange, TokenRing
+from unirl.types.recipe import heads_option
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ class SpreadTokens:
             streams = [own for pattern, own in plan.attention.items() if _matches(path, pattern)]
             if streams:
                 num_attentions += 1
-                where, size = f"{component}.{path}", self._exchange.size
+                where, size = f"{component}.{path}", self._exchange.num_head_parts
                 if found.heads % size:
-                    raise ConfigError(sharing_problem("topology.sp", size, found.heads, "attention heads", where))
+                    raise ConfigError(
+                        undivided_heads(heads_option(self._exchange.ring is not None), size, found.heads, where)
+                    )
                 found.forward = functools.partial(self._attend, where, found.forward, streams[0])
         if not num_attentions:
             raise ContractError(f"{component} has no module {' or '.join(plan.attention)}, which its token plan names")
@@ -213,9 +216,36 @@ class _AttentionOfHeads(TorchFunctionMode):
             )
         lengths = self._spread.lengths_by_rank(self._streams)
         mask = None if attn_mask is None else self._of_all_tokens(attn_mask, lengths)
-        heads = self._exchange.to_heads(torch.stack([query, key, value]), lengths)
-        found = functional.scaled_dot_product_attention(*heads.unbind(), attn_mask=mask, **options)
+        if torch.is_autocast_enabled(query.device.type):  # which casts them where attention is computed: after the way
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (each.to(dtype) for each in (query, key, value))
+        query, key, value = self._exchange.to_heads(torch.stack([query, key, value]), lengths).unbind()
+        if self._exchange.ring is None:
+            found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        else:
+            found = self._around(self._exchange.ring, query, key, value, mask, lengths, **options)
         return self._exchange.to_tokens(found, lengths)
+
+    def _around(
+        self,
+        ring: TokenRing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        lengths: Sequence[int],
+        *,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:  # Any: as above
+        """Attention to the tokens of all ranks of the ring."""
+        unknown = {"dropout_p": dropout_p, **options}
+        if any(unknown.values()):
+            raise ContractError(f"attention around a ring knows nothing of {unknown}. Set topology.ring: 1.")
+        parts = ring.lengths(lengths)
+        masks = None if mask is None else _Blocks(mask, parts, ring.rank)
+        return ring.attention(query, key, value, lengths=parts, masks=masks, scale=scale)
 
     def _of_all_tokens(self, mask: Tensor, lengths: Sequence[int]) -> Tensor:
         """A mask [B, 1, 1, T] of keys in the order of the exchange, given for this rank's tokens or for all; or
@@ -229,6 +259,24 @@ class _AttentionOfHeads(TorchFunctionMode):
         if mask.shape[-1] == sum(lengths):
             return mask[..., self._spread.places(self._streams)]
         return self._exchange.gathered(mask, 3, lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """Implements unirl.types.protocols.models.BlockMasks for tokens that count or do not."""
+
+    whole: Tensor
+    """bool [B, 1, 1 or T, T]"""
+    parts: Sequence[int]
+    """Tokens of each rank of the ring."""
+    rank: int
+
+    def has_pairs(self, rank: int) -> bool:
+        return True
+
+    def mask(self, rank: int) -> Tensor:
+        queries = self.whole if self.whole.shape[2] == 1 else self.whole.split(list(self.parts), 2)[self.rank]
+        return queries.split(list(self.parts), 3)[rank]
 
 
 def _matches(path: str, pattern: str) -> bool:

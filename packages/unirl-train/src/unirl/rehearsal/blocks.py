@@ -218,7 +218,8 @@ def _described(value: Value) -> Value:
     if isinstance(value, tuple):
         return tuple(map(_described, value))
     if isinstance(value, UlyssesExchange):
-        return value.rank, value.size
+        ring = value.ring
+        return value.rank, value.size, None if ring is None else (ring.rank, ring.size)
     if isinstance(value, Mapping):
         return tuple((name, _described(each)) for name, each in value.items())
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:

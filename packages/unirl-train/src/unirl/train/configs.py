@@ -130,7 +130,8 @@ class EMAConfig:
 class Axes(NamedTuple):
     """Sizes of the axes of a group of ranks. Of neighbouring ranks those of one group of sp, or of tp, stand together.
 
-    The first four multiply to the number of ranks; `ep` divides the ranks of a copy of the model once more.
+    The first four multiply to the number of ranks; `ep` divides the ranks of a copy of the model once more, and `ring`
+    those of sp.
     """
 
     dp_replicate: int
@@ -138,6 +139,7 @@ class Axes(NamedTuple):
     sp: int
     tp: int = 1
     ep: int = 1
+    ring: int = 1
 
     @property
     def dp(self) -> int:
@@ -156,7 +158,10 @@ class TrainTopology:
     dp_shard: int = -1
     """-1: as many as there are devices for each copy."""
     sp: PositiveInt = 1
-    """Ranks that work on the same samples, each on its part of their tokens (Ulysses sequence parallelism)."""
+    """Ranks that work on the same samples, each on its part of their tokens (sequence parallelism)."""
+    ring: PositiveInt = 1
+    """Groups into which the `sp` ranks divide. Ranks of a group exchange tokens for heads around each attention
+    (Ulysses), and keys and values go around the groups (ring attention). 1: heads alone; sp: keys and values alone."""
     tp: PositiveInt = 1
     """Ranks that compute the same samples, each with its part of the weights of attention and MLP."""
     ep: PositiveInt = 1
@@ -165,11 +170,11 @@ class TrainTopology:
 
     def resolved(self, world_size: int) -> Axes:
         """The sizes on `world_size` devices. Raises ConfigError if they do not multiply to it."""
-        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, self.tp, self.ep, world_size)
+        problem = topology_problem(self.dp_replicate, self.dp_shard, self.sp, self.tp, self.ep, self.ring, world_size)
         if problem is not None:
             raise ConfigError(f"topology.{problem}")
         shard = world_size // (self.dp_replicate * self.sp * self.tp) if self.dp_shard == -1 else self.dp_shard
-        return Axes(self.dp_replicate, shard, self.sp, self.tp, self.ep)
+        return Axes(self.dp_replicate, shard, self.sp, self.tp, self.ep, self.ring)
 
     def place(self, rank: int, world_size: int) -> MeshPlace:
         """Where a rank stands. Raises ConfigError as `resolved` does."""
@@ -184,4 +189,5 @@ class TrainTopology:
             tp_size=axes.tp,
             ep_rank=rank % axes.ep,
             ep_size=axes.ep,
+            ring_size=axes.ring,
         )

@@ -63,7 +63,7 @@ def topologies_fit(run: ComposedRun) -> Messages:
             if policy.backend.node.get("topology"):
                 yield f"{at} has no {TARGET}. Add {TARGET}: unirl.train.configs.TrainTopology."
             continue
-        axes = (topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp", "tp", "ep"))
+        axes = (topology.get(axis) for axis in ("dp_replicate", "dp_shard", "sp", "tp", "ep", "ring"))
         problem = topology_problem(*axes, num_devices)
         if problem is not None:
             yield f"{at}.{problem}"

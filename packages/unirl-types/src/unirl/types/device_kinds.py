@@ -55,6 +55,8 @@ class DeviceKind:
     """True if groups that only push weights can be formed on it."""
     has_ragged_attention: bool = False
     """True if torch's `varlen_attn` runs on it."""
+    block_attention: Literal["host", "fused"] | None = None
+    """Torch's attention on it that gives the sums by which blocks of keys add up: what a ring of ranks needs."""
     has_float64: bool = True
     counts_memory: bool = True
     """True if torch.accelerator tells how much of its memory is allocated."""
@@ -72,9 +74,10 @@ _CUDA = DeviceKind(
     shares_memory=True,
     broadcasts=True,
     has_ragged_attention=True,
+    block_attention="fused",
 )
 _EVERY = (
-    DeviceKind(name="cpu", hardware="CPU", is_accelerator=False, broadcasts=True),
+    DeviceKind(name="cpu", hardware="CPU", is_accelerator=False, broadcasts=True, block_attention="host"),
     _CUDA,
     DeviceKind(
         name="npu",
@@ -97,6 +100,7 @@ _PRETENDED = DeviceKind(
     name=PRETEND,
     hardware=f"the {_CUDA.hardware} that a rehearsal pretends to have",
     has_ragged_attention=_CUDA.has_ragged_attention,
+    block_attention=_CUDA.block_attention,
 )
 
 

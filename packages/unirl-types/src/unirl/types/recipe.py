@@ -100,6 +100,11 @@ class Part:
             yield from part.with_inner()
 
 
+def heads_option(has_ring: bool) -> str:
+    """The option by which ranks exchange heads."""
+    return "topology.sp / ring" if has_ring else "topology.sp"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What trains together and is saved together; or a model that only samples, whose backend and stack are empty."""
@@ -128,6 +133,16 @@ class Policy:
     def ranks_of_tokens(self) -> int:
         """Ranks that each have a part of the tokens of a sample: `backend.topology.sp`."""
         return self._axis("sp")
+
+    @property
+    def ranks_of_heads(self) -> int:
+        """Ranks that each have a part of the attention heads of the same tokens: `sp` by `ring`."""
+        return max(1, self._axis("sp") // max(1, self._axis("ring")))
+
+    @property
+    def heads_option(self) -> str:
+        """The option by which ranks exchange heads."""
+        return heads_option(self.ranks_of_heads < self.ranks_of_tokens)
 
     @property
     def ranks_of_layers(self) -> int:

@@ -12,7 +12,7 @@ from unirl.types.errors import ContractError
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
-Axis = Literal["dp", "sp", "tp", "ep", "all"]
+Axis = Literal["dp", "sp", "heads", "ring", "tp", "ep", "all"]
 """Ranks that tell each other something: "dp" those with the same part of different samples, "sp" those with parts of
 the same samples, "tp" those with parts of the layers that compute the same samples, "ep" those that have the experts of
 a model together, "all" every rank that has a shard of the model."""
@@ -50,8 +50,8 @@ class MeshPlace:
     """Where a worker stands among those of its group, in each way of dividing work.
 
     Data parallel (dp): shards of a batch. Sequence (sp) and tensor parallel (tp): ranks that work on the same samples
-    together. Expert parallel (ep): ranks that have the experts together, whatever their samples. Raises ContractError
-    for a rank outside its size.
+    together. Expert parallel (ep): ranks that have the experts together, whatever their samples. Of the sp_size ranks
+    every sp_size / ring_size neighbours exchange tokens for heads. Raises ContractError for a rank outside its size.
     """
 
     dp_rank: int = 0
@@ -62,6 +62,7 @@ class MeshPlace:
     tp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    ring_size: int = 1
 
     def __post_init__(self) -> None:
         for axis in ("dp", "sp", "tp", "ep"):

@@ -7,7 +7,9 @@ Legend: B samples, N positions of all samples, H heads, D width of a head.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,6 +77,13 @@ def packed_attention(
     if packing.exchange is not None:
         lengths = packing.exchange.lengths(sum(packing.lengths))
         query, key, value = _to_heads(query, key, value, packing.exchange, lengths)
+        if packing.exchange.ring is not None:
+            parts = packing.exchange.ring.lengths(lengths)
+            masks = PackedBlocks(packing, parts, packing.exchange.ring.rank, sliding_window, query.device)
+            if dropout:
+                raise Unpackable(f"attention around a ring knows nothing of dropout = {dropout}. Set topology.ring: 1.")
+            out = packing.exchange.ring.attention(query, key, value, lengths=parts, masks=masks, scale=scaling)
+            return packing.exchange.to_tokens(out, lengths).transpose(1, 2), None
     if attention_mask is not None or query.shape[2] != key.shape[2] or query.shape[2] != sum(packing.lengths):
         raise ContractError(
             f"packed samples of {sum(packing.lengths)} positions lie in one row without mask and cache, got queries "
@@ -99,13 +108,52 @@ def _to_heads(
             f"topology.sp = {exchange.size} exchanges queries, keys and values together, and values of width "
             f"{value.shape[-1]} are not as wide as the queries' {query.shape[-1]}. Set topology.sp: 1."
         )
-    times = max(1, exchange.size // key.shape[1])
+    if exchange.num_head_parts == 1:
+        return query, key, value
+    times = max(1, exchange.num_head_parts // key.shape[1])
     of_rank = [
-        heads.unflatten(1, (exchange.size, -1))
+        heads.unflatten(1, (exchange.num_head_parts, -1))
         for heads in (query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
     ]
     own = exchange.to_heads(torch.cat(of_rank, 2).flatten(1, 2), lengths)
     return own.split([heads.shape[2] for heads in of_rank], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBlocks:
+    """Implements unirl.types.protocols.models.BlockMasks: a position attends to those before it of its own sample."""
+
+    packing: Packing
+    parts: Sequence[int]
+    """Positions of each rank of the ring."""
+    rank: int
+    window: int | None
+    """Positions that one attends to, itself with them; None for all."""
+    device: torch.device
+
+    def has_pairs(self, rank: int) -> bool:
+        """True if that rank stands before this one, or is it, and a sample reaches from there to here."""
+        if rank > self.rank or not self.parts[rank] or not self.parts[self.rank]:
+            return False
+        ends = itertools.accumulate(self.packing.lengths)
+        last = self._first(rank) + self.parts[rank] - 1
+        return next(end for end in ends if end > last) > self._first(self.rank)
+
+    def mask(self, rank: int) -> Tensor:
+        """bool [1, 1, n, n of that rank]"""
+        queries, keys = self._positions(self.rank)[:, None], self._positions(rank)[None, :]
+        ends = self.packing.boundaries[1:]
+        same = torch.bucketize(queries, ends, right=True) == torch.bucketize(keys, ends, right=True)
+        counts = same & (keys <= queries)
+        if self.window is not None:
+            counts &= queries - keys < self.window
+        return counts[None, None]
+
+    def _first(self, rank: int) -> int:
+        return sum(self.parts[:rank])
+
+    def _positions(self, rank: int) -> Tensor:
+        return torch.arange(self._first(rank), self._first(rank) + self.parts[rank], device=self.device)
 
 
 def _ragged(

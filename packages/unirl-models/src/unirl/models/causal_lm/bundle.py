@@ -35,6 +35,7 @@ from unirl.types.devices import has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import CutBlock, ExpertExchange, LayerExchange, RecomputeContexts, TokenExchange
+from unirl.types.recipe import heads_option
 from unirl.types.weights import PublishedParts
 
 with from_extra("transformers"):
@@ -172,7 +173,9 @@ class CausalLMBundle(OneComponentBundle):
             raise ConfigError(tokens_kept(at, name, reason))
         num_heads = config.num_attention_heads
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads  # only those with fewer say it
-        problem = heads_problem("topology.sp", exchange.size, num_heads, num_key_heads, name)
+        problem = heads_problem(
+            heads_option(exchange.ring is not None), exchange.num_head_parts, num_heads, num_key_heads, name
+        )
         if problem is not None:
             raise ConfigError(problem)
         self.token_exchange = exchange

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from unirl.models.rules import sharing_problem
+from unirl.models.rules import undivided_heads
 from unirl.types.recipe import Messages, Part, Run
 
 AttentionBackend = Literal[
@@ -110,7 +110,7 @@ def spans_fit(own: Part, run: Run) -> Messages:
 def heads_divide(own: Part, run: Run) -> Messages:
     """Ranks that share samples divide the attention heads of a checkpoint on this machine."""
     policy = run.policy_of(own)
-    size = policy.ranks_of_tokens
+    size = policy.ranks_of_heads
     for component in ("transformer", "transformer_2"):
         file = Path(str(own.node.get("pretrained_model"))).expanduser() / component / "config.json"
         try:
@@ -119,7 +119,7 @@ def heads_divide(own: Part, run: Run) -> Messages:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the model says so before its first forward
         if isinstance(heads, int) and heads % size:
-            yield sharing_problem(f"{policy.backend.at}.topology.sp", size, heads, "attention heads", str(file))
+            yield undivided_heads(f"{policy.backend.at}.{policy.heads_option}", size, heads, str(file))
 
 
 def attention_is_dispatched(own: Part, run: Run) -> Messages:

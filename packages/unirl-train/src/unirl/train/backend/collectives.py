@@ -27,6 +27,8 @@ class RankCollectives:
         self._sizes: dict[Axis, int] = {
             "dp": place.dp_size,
             "sp": place.sp_size,
+            "heads": place.sp_size // place.ring_size,
+            "ring": place.ring_size,
             "tp": place.tp_size,
             "ep": place.ep_size,
             "all": num_ranks,
@@ -38,6 +40,10 @@ class RankCollectives:
             axis: Axis = "sp" if place.sp_size > 1 else "tp"
             mesh = init_device_mesh(device.type, (place.dp_size, sharing), mesh_dim_names=("dp", axis))
             self._groups |= {"dp": mesh.get_group("dp"), axis: mesh.get_group(axis)}
+        if place.ring_size > 1:
+            sizes = (place.dp_size, self._sizes["ring"], self._sizes["heads"])
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "ring", "heads"))
+            self._groups |= {"ring": mesh.get_group("ring"), "heads": mesh.get_group("heads")}
         if place.ep_size > 1:
             sizes = (num_ranks // place.ep_size, place.ep_size)
             self._groups["ep"] = init_device_mesh(device.type, sizes, mesh_dim_names=("groups", "ep")).get_group("ep")

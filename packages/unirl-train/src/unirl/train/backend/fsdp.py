@@ -19,10 +19,10 @@ from unirl.train.backend.expert_exchange import RowExchange
 from unirl.train.backend.fill import fill, on_every_rank
 from unirl.train.backend.layer_exchange import SumExchange
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
+from unirl.train.backend.ring import token_exchange
 from unirl.train.backend.rules import unproven_with_layers
 from unirl.train.backend.state import TrainState, architecture
 from unirl.train.backend.trained_copies import TrainedCopy
-from unirl.train.backend.ulysses import UlyssesExchange
 from unirl.train.backend.weight_source import PolicyWeights
 from unirl.train.backend.wrap import reshard, shard_all
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
@@ -107,7 +107,7 @@ class FSDPBackend:
         adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
         self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=is_sharding(self._config))
         """What the ranks tell each other."""
-        self.token_exchange = UlyssesExchange(self.collectives.group("sp")) if self.mesh_place.sp_size > 1 else None
+        self.token_exchange = token_exchange(self.collectives, self.mesh_place, self.device)
         """How tokens are spread over ranks; None where no two ranks work on the same samples."""
         self.expert_exchange = RowExchange(self.collectives.group("ep")) if self.mesh_place.ep_size > 1 else None
         """How tokens reach their experts; None where each rank has all."""

@@ -12,11 +12,16 @@ from unirl.types.device_kinds import ONE_DEVICE_ALONE, kind_of, lacks
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 
-def topology_problem(dp_replicate: int, dp_shard: int, sp: int, tp: int, ep: int, num_devices: int) -> str | None:
+def topology_problem(
+    dp_replicate: int, dp_shard: int, sp: int, tp: int, ep: int, ring: int, num_devices: int
+) -> str | None:
     """What is wrong with the sizes of the axes, with the fix, or None. dp_shard: -1 takes what is left."""
     for name, size in (("sp", sp), ("ep", ep)):
         if tp > 1 and size > 1:
             return f"tp = {tp} with {name} = {size}: the two are not proven together. Set one of them to 1."
+    if sp % ring:
+        fitting = [each for each in range(1, sp + 1) if sp % each == 0]
+        return f"ring = {ring} does not divide sp = {sp}, whose ranks it groups. Set it to one of {fitting}."
     if dp_shard < 1 and dp_shard != -1:
         return f"dp_shard = {dp_shard} must be positive, or -1"
     wanted = {"dp_replicate": dp_replicate, "sp": sp, "tp": tp}
@@ -56,6 +61,12 @@ def unproven_with_layers(size: int, options: Mapping[str, Mapping[str, object]],
             yield f"{at}topology.tp = {size} is not proven with {at}{option} = {value}. Remove one of them."
 
 
+def no_ring(device: str) -> str:
+    """The message for a device whose attention gives no sums."""
+    feature = "attention that gives its sums, by which the blocks of topology.ring add up"
+    return lacks(device, feature, "Set topology.ring: 1, or another device.")
+
+
 def layers_kept(at: str, name: str) -> str:
     """The message for a bundle whose layers are not divided."""
     return f"{at}: the layers of {name} cannot be divided among ranks. Set it to 1."
@@ -74,6 +85,13 @@ def sharding_suits_the_device(own: Part, run: Run) -> Messages:
     """FSDP, which one device does without but for cpu_offload, needs collectives of the device."""
     if not kind_of(run.device).has_many and (own.get("fsdp") or {}).get("cpu_offload"):
         yield lacks(run.device, f"collectives, which FSDP needs for {own.at}.fsdp.cpu_offload", ONE_DEVICE_ALONE)
+
+
+def ring_suits_the_device(own: Part, run: Run) -> Messages:
+    """A ring adds up attention by blocks."""
+    policy = run.policy_of(own)
+    if policy.ranks_of_tokens > policy.ranks_of_heads and kind_of(run.device).block_attention is None:
+        yield no_ring(run.device)
 
 
 def kept_reference_has_a_use(own: Part, run: Run) -> Messages:
@@ -172,6 +190,7 @@ def _trainable_weights(bundle: Part) -> Iterator[str]:
 RULES = (
     device_options_fit,
     sharding_suits_the_device,
+    ring_suits_the_device,
     kept_reference_has_a_use,
     form_of_the_optimizer_is_for_its_states,
     moments_are_offloaded_in_one_way,

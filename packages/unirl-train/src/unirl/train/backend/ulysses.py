@@ -4,7 +4,7 @@ their tokens, and exchange tokens for heads around each attention.
 Every rank differentiates the same loss, and gradients of parameters are the mean over ranks, as FSDP reduces them. So
 the objective is the mean of the ranks' losses, and the gradient of each exchange is its adjoint in that objective.
 
-Legend: B samples, H heads, T tokens of all ranks, t tokens of one, D width of a head, P ranks.
+Legend: B samples, H heads, T tokens of P ranks, t tokens of one, D width of a head, P ranks that exchange heads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from unirl.types.protocols.models import TokenRing
 
 
 class GatheringExchange:
@@ -56,47 +58,72 @@ class GatheringExchange:
 
 
 class UlyssesExchange(GatheringExchange):
-    """Implements unirl.types.protocols.models.TokenExchange over a process group. Tokens need not divide evenly."""
+    """Implements unirl.types.protocols.models.TokenExchange over a process group. Tokens need not divide evenly.
+
+    heads: neighbours that exchange tokens for heads, all ranks of the group where there is no ring.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, heads: dist.ProcessGroup | None = None, ring: TokenRing | None = None
+    ) -> None:
+        super().__init__(group)
+        self._heads = group if heads is None else heads
+        self._head_rank = dist.get_rank(self._heads)
+        self.num_head_parts = dist.get_world_size(self._heads)
+        self.ring = ring
+
+    def of_heads(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of each of the ranks with which this one exchanges heads."""
+        first = self.rank - self._head_rank
+        return list(lengths[first : first + self.num_head_parts])
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of the tokens along `dim`."""
         return whole.split(self.lengths(whole.shape[dim]), dim)[self.rank].contiguous()
 
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[..., H, t, D] of this rank's tokens -> [..., H / P, T, D]: all tokens, rank after rank, of its heads.
+        """[..., H, t, D] of this rank's tokens -> [..., H / P, T, D]: its heads of the tokens of P ranks that exchange
+        heads, rank after rank.
 
-        lengths: tokens of each rank.
+        lengths: tokens of each rank of the group.
         """
+        if self.num_head_parts == 1:
+            return own
+        parts = self.of_heads(lengths)
         return WithAdjoint.apply(
-            own, lambda own: self._tokens_for_heads(own, lengths), lambda grad: self._heads_for_tokens(grad, lengths)
+            own, lambda own: self._tokens_for_heads(own, parts), lambda grad: self._heads_for_tokens(grad, parts)
         )
 
     def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """The inverse of `to_heads`."""
+        if self.num_head_parts == 1:
+            return own
+        parts = self.of_heads(lengths)
         return WithAdjoint.apply(
-            own, lambda own: self._heads_for_tokens(own, lengths), lambda grad: self._tokens_for_heads(grad, lengths)
+            own, lambda own: self._heads_for_tokens(own, parts), lambda grad: self._tokens_for_heads(grad, parts)
         )
 
     def _tokens_for_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         *batch, num_heads, num_own, width = own.shape
-        to_each = own.unflatten(-3, (self.size, num_heads // self.size)).movedim(-4, 0)  # [P, ..., H / P, t, D]
-        shape = [*batch, num_heads // self.size]
+        ranks = self.num_head_parts
+        to_each = own.unflatten(-3, (ranks, num_heads // ranks)).movedim(-4, 0)  # [P, ..., H / P, t, D]
+        shape = [*batch, num_heads // ranks]
         pieces = [[*shape, length, width] for length in lengths]
-        found = self._exchanged(to_each.reshape(-1), [to_each[0].numel()] * self.size, [math.prod(s) for s in pieces])
+        found = self._exchanged(to_each.reshape(-1), [to_each[0].numel()] * ranks, [math.prod(s) for s in pieces])
         return torch.cat([part.view(piece) for part, piece in zip(found, pieces, strict=True)], -2)
 
     def _heads_for_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         *batch, num_heads, _, width = own.shape
         to_each = [part.reshape(-1) for part in own.split(list(lengths), -2)]
-        piece = [*batch, num_heads, lengths[self.rank], width]
-        found = self._exchanged(torch.cat(to_each), [len(part) for part in to_each], [math.prod(piece)] * self.size)
+        piece = [*batch, num_heads, lengths[self._head_rank], width]
+        found = self._exchanged(torch.cat(to_each), [len(part) for part in to_each], [math.prod(piece)] * len(to_each))
         return torch.cat([part.view(piece) for part in found], -3)
 
     def _exchanged(self, sent: Tensor, to_each: Sequence[int], of_each: Sequence[int]) -> tuple[Tensor, ...]:
         """What each rank sends this one, `of_each` elements. sent: `to_each` elements for each, one after the other."""
         received = sent.new_empty(sum(of_each))
-        dist.all_to_all_single(received, sent, list(of_each), list(to_each), group=self._group)
-        self.bytes_sent += (len(sent) - to_each[self.rank]) * sent.element_size()
+        dist.all_to_all_single(received, sent, list(of_each), list(to_each), group=self._heads)
+        self.bytes_sent += (len(sent) - to_each[self._head_rank]) * sent.element_size()
         return received.split(list(of_each))
 
 

@@ -567,13 +567,71 @@ class TokenExchange(PartsExchange, Protocol):
         """This rank's part of the tokens along `dim`."""
         ...
 
+    @property
+    def num_head_parts(self) -> int:
+        """Ranks that exchange tokens for heads: neighbours, all of them where there is no ring."""
+        ...
+
+    @property
+    def ring(self) -> TokenRing | None:
+        """Ranks with the same heads of other tokens, whose keys and values go around; None without such ranks."""
+        ...
+
     def to_heads(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[..., H, t, D], all heads of this rank's tokens -> [..., H / size, T, D], its heads of all tokens, rank after
-        rank. lengths: tokens of each."""
+        """[..., H, t, D], all heads of this rank's tokens -> [..., H / P, T', D], its heads of the tokens of
+        P = `num_head_parts` ranks, rank after rank: of all tokens without a ring. lengths: tokens of each of all
+        ranks."""
         ...
 
     def to_tokens(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         """The inverse of `to_heads`."""
+        ...
+
+
+class BlockMasks(Protocol):
+    """Which keys of another rank count for this rank's queries."""
+
+    def has_pairs(self, rank: int) -> bool:
+        """False if no key of that rank counts for any query of this one."""
+        ...
+
+    def mask(self, rank: int) -> Tensor | None:
+        """bool, broadcast to [B, H, t, t of that rank]: which pairs count; None for all."""
+        ...
+
+
+class TokenRing(Protocol):
+    """What ranks do that have the same heads of other tokens. Every rank makes the same calls."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens that each rank of the ring attends with. lengths: tokens of each of all ranks of the exchange."""
+        ...
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        lengths: Sequence[int],
+        masks: BlockMasks | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of this rank's queries to the keys and values of all ranks; differentiable.
+
+        query: [B, H, t, D]. key, value: [B, H', t, D], H a multiple of H'. lengths: t of each rank of the ring.
+        scale: of the scores, D^-1/2 by default. A query for which no key counts gets zeros.
+        """
         ...
 
 
