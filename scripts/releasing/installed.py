@@ -185,7 +185,7 @@ class Environments:
         extras = [extra for extra in wheel.extras if extra not in ENGINES]
         options = self.constraints(wheel.name, extras, with_dev=True)
         self.run(["uv", "pip", "install", "--quiet", "--python", str(python), *options, *needed])
-        chosen = "not slow and not ray and not matrix and not gpu"
+        chosen = "not slow and not ray and not matrix and not nightly and not gpu"
         said = self.run([str(python), "-m", "pytest", "-q", "tests", "-m", chosen], copied, timeout_s=3600)
         return next(line for line in reversed(said.splitlines()) if " passed" in line)
 

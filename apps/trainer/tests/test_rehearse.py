@@ -97,6 +97,7 @@ def test_what_selection_leaves_is_trained_on(
     assert any("drop_zero_variance" in note for note in share.notes) == (recipe == "worlds/arithmetic/rft")
 
 
+@pytest.mark.nightly
 def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     words = ["worlds/shapes/flowgrpo", "batch_size=4", "sampling.samples_per_prompt=8", "eval=null"]
     flops = []
@@ -108,6 +109,7 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     assert float(flops[1]["train"]) == pytest.approx(float(flops[0]["train"]) / 2, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() -> None:
     words = ["worlds/shapes/alignprop", "eval=null", "batch_size=8", "stack.micro_batch_size=8"]
     peaks, flops = [], []
@@ -120,6 +122,7 @@ def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() ->
     assert flops[0] == pytest.approx(flops[1] * 7 / 12, rel=0.01)  # 1 .. 6 of 6 steps
 
 
+@pytest.mark.nightly
 def test_steps_of_an_unrolled_sampler_that_are_counted_take_what_those_that_run_do() -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("rehearsed_steps.py"))],
@@ -166,6 +169,7 @@ def test_code_that_cannot_be_rehearsed_is_named(tmp_path: Path, monkeypatch: pyt
     assert re.search(r"ConfigError: cannot be rehearsed: rollout/\S+\.py:\d+: ValueError: needs values", done.stderr)
 
 
+@pytest.mark.nightly
 def test_texts_are_made_at_full_length() -> None:
     """More tokens at once than a rehearsal keeps numbers of."""
     words = ("sampling.max_new_tokens=240", "batch_size=40", "engine.forward_batch_size=320")
@@ -209,6 +213,7 @@ def test_ranks_that_have_layers_together_each_compute_a_part_of_every_token() ->
     assert not summed[0] and summed[1]
 
 
+@pytest.mark.nightly
 def test_a_model_that_only_writes_makes_texts_of_full_length_too() -> None:
     done = rehearse("worlds/phrases/both", "policies.writer.trains=false", "batch_size=2", "device=cuda")
     assert done.returncode == 0, done.stderr
