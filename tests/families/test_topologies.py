@@ -52,7 +52,7 @@ USUAL = {
 }
 
 
-FOUR_HEADS = ["sd3", "sd3_controlnet", *SHARED_TEXTS]
+FOUR_HEADS = ["sd3", "sd3_controlnet", "qwen3_moe", "qwen3", "qwen2"]
 """Those whose tiny model can be spread over four ranks."""
 
 

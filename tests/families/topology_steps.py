@@ -32,6 +32,8 @@ from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
 from unirl.models.qwen3.pipeline import Qwen3MoePipeline, Qwen3Pipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
+from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.pipeline import QwenVLPipeline
 from unirl.models.spread_experts import spread_stacked
 from unirl.models.token_plan import SpreadTokens
 from unirl.rollout.engine.replica.text import ReplicaTextEngine
@@ -49,7 +51,7 @@ from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, OptimizerConf
 from unirl.train.stack import TrainStack
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.media import Texts
+from unirl.types.media import ImageLists, Texts
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import LatentSegment, TextSegment
@@ -110,6 +112,19 @@ TEXTS = {
         lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),
         Qwen3OmniThinkerBundle,
         Qwen3OmniThinkerPipeline,
+        ("ep", "sp"),
+    ),
+    "qwen2_5_vl": TextFamily(
+        lambda folder: tiny_text.save_vision_model(tiny_text.qwen_vl("qwen2_5_vl"), folder),
+        partial(QwenVLBundle, freeze_vision=False),
+        QwenVLPipeline,
+        ("sp",),
+    ),
+    "qwen3_vl": TextFamily(
+        lambda folder: tiny_text.save_vision_model(tiny_text.qwen_vl("qwen3_vl"), folder),
+        partial(QwenVLBundle, freeze_vision=False),
+        QwenVLPipeline,
+        ("sp",),
     ),
     "hunyuan_image3": TextFamily(
         lambda folder: tiny_hunyuan_image3.save_hunyuan_image3(folder, config=_with_experts(tiny_hunyuan_image3.TINY)),
@@ -286,11 +301,19 @@ def texts_of(pipeline: Any, backend: FSDPBackend) -> RolloutTrack:
     request = RolloutReq(
         sample_ids=ids,
         group_ids=["a", "a", "b", "b"],
-        primitives={"text": Texts(texts=prompts)},
+        primitives=_shown(pipeline, prompts),
         sampling_params=ARSamplingParams(temperature=0.9, max_new_tokens=6, seed=2),
     )
     engine = TrainsideTextEngine(pipeline, backend, forward_batch_size=4)
     return engine.generate(request).root_track().replace(advantages=ADVANTAGES)
+
+
+def _shown(pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+    """Prompts, and for models that see an image with every other one."""
+    generator = torch.Generator().manual_seed(5)
+    shown = [[torch.rand(3, 56, 84, generator=generator)] if place % 2 == 0 else [] for place in range(len(prompts))]
+    images = {"image": ImageLists(images=shown)} if pipeline.bundle.reads_media else {}
+    return {"text": Texts(texts=prompts), **images}
 
 
 def resumed(
@@ -482,6 +505,8 @@ def _in_doubles(bundle: Any) -> nn.Module:
     return model.double()
 
 
+UNSEEN = ("model.visual.", "visual.", "audio_tower.")
+"""Encoders of media, which a row without media does not reach."""
 TEXT_LENGTHS = {"many": (3, 5, 1, 4), "one": (1,)}
 """Tokens of completions: of a row that ranks share, and of one with fewer positions than ranks."""
 
@@ -501,11 +526,18 @@ def shared_doubles_of(
     elif exchange is not None:
         pipeline.bundle.spread_tokens(exchange)
     params = ARSamplingParams(temperature=0.9, max_new_tokens=6)
+    places_of = pipeline.adapter.positions
+
+    def positions(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # transformers counts places of images in float32
+            return places_of(*args)
+
+    pipeline.adapter.positions = positions
     for kind, lengths in TEXT_LENGTHS.items():
         generator = torch.Generator().manual_seed(3)
         tokens = [torch.randint(0, 250, (length,), generator=generator) for length in lengths]
         prompts = ["1+1=", "a longer prompt", "b", "1+1="][: len(lengths)]
-        conditions = pipeline.encode({"text": Texts(texts=prompts)}, params)
+        conditions = pipeline.encode(_shown(pipeline, prompts), params)
         if kind == "one":
             conditions = {"prompt": PromptCondition.pack(tokens=[torch.tensor([7])])}
         segment = TextSegment.pack(tokens=tokens, params=params)
@@ -521,7 +553,9 @@ def shared_doubles_of(
         parts["collision"] = stats.collision_N
         found |= {f"{kind}.{key}": value.detach() for key, value in parts.items()}
         for key, parameter in model.named_parameters():
-            assert parameter.grad is not None, key
+            if parameter.grad is None:
+                assert key.startswith(UNSEEN), key
+                continue
             gradient = _local(parameter.grad)
             if exchange is not None and not _is_cut(parameter.grad):
                 dist.all_reduce(gradient)

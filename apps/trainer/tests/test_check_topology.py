@@ -12,7 +12,7 @@ from unirl.config.runs import run_of
 SHAPES, REPLICA, TEXTS = "worlds/shapes/flowgrpo", "worlds/shapes/replica", "worlds/arithmetic/grpo"
 FOUR = ["runtime=ray", "num_devices=4"]
 EXPERTS = "bundle._target_=unirl.models.qwen3.bundle.Qwen3MoeBundle"
-IMAGES = "worlds/questions/grpo"
+IMAGES, DRAWS = "worlds/questions/grpo", "sana/flowgrpo"
 CLASS = "+backend.topology._target_=unirl.train.configs.TrainTopology"
 
 
@@ -48,10 +48,9 @@ def findings(name, *overrides):
         (SHAPES, ["+backend.topology.ring=2"], "topology.ring = 2 does not divide sp = 1, whose ranks it groups"),
         (REPLICA, ["+backend.topology.sp=2"], "engine samples with a copy of the model on every device that trains"),
         (
-            IMAGES,
+            DRAWS,
             ["+backend.topology.sp=2"],
-            "but the tokens of QwenVLBundle cannot be spread over ranks: images and sounds enter whole rows inside the "
-            "model. Set it to 1",
+            "but the tokens of SanaBundle cannot be spread over ranks. Set it to 1.",
         ),
         (
             TEXTS,
@@ -126,6 +125,7 @@ def test_axes_that_cannot_be_are_found_before_a_run(name, overrides, message):
 def test_ranks_that_share_samples_need_no_more_of_a_recipe():
     assert findings(SHAPES, CLASS, "+backend.topology.sp=2") == []
     assert findings(TEXTS, CLASS, "+backend.topology.sp=2") == []
+    assert findings(IMAGES, CLASS, "+backend.topology.sp=2") == []
     assert findings(TEXTS, CLASS, EXPERTS, "+backend.topology.sp=2", "+backend.topology.ep=2") == []
     assert findings(TEXTS, CLASS, "+backend.topology.tp=2") == []
     # Five samples per device would not do; of two shards each has ten.

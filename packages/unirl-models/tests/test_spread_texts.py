@@ -12,14 +12,14 @@ from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.packing import Packing
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
-from unirl.models.qwen_vl.bundle import QwenVLBundle
+from unirl.models.qwen_vl.bundle import _own_part
 from unirl.models.spread_scores import SpreadScores
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
-from .tiny_text import qwen3, qwen_vl, save_text_model, save_vision_model
+from .tiny_text import qwen3, save_text_model
 
 
 @dataclass
@@ -101,10 +101,25 @@ def test_models_that_cannot_be_shared_are_refused(changes, size, message, tmp_pa
     assert bundle.token_exchange is None
 
 
+def test_a_decoder_gets_what_is_of_its_rank_of_rows_that_it_shares() -> None:
+    packing = Packing.of([4, 3], torch.device("cpu"), OneOfRanks(2, rank=1))
+    is_image = torch.tensor([[False, True, True, False, True, True, False]])
+    given = {
+        "packing": packing,
+        "inputs_embeds": torch.arange(7.0)[None, :, None],
+        "position_ids": torch.arange(7).expand(3, 1, 7),
+        "visual_pos_masks": is_image,
+        "deepstack_visual_embeds": [torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]],
+    }
+    _, cut = _own_part(torch.nn.Identity(), (), given)
+    assert cut["inputs_embeds"].flatten().tolist() == [4, 5, 6]  # the first rank has one more
+    assert cut["position_ids"].tolist() == [[[4, 5, 6]]] * 3
+    assert cut["visual_pos_masks"].tolist() == [[True, True, False]]
+    assert [each.flatten().tolist() for each in cut["deepstack_visual_embeds"]] == [[2, 3], [12, 13]]
+    assert _own_part(torch.nn.Identity(), (), given | {"packing": Packing.of([7], torch.device("cpu"))}) is None
+
+
 def test_bundles_that_cannot_share_say_why(tmp_path) -> None:
-    images = QwenVLBundle(str(save_vision_model(qwen_vl("qwen2_5_vl"), tmp_path / "vl")))
-    with pytest.raises(ConfigError, match="tokens of QwenVLBundle .* images and sounds enter whole rows"):
-        images.spread_tokens(OneOfRanks(2))
     bundle = CausalLMBundle(str(save_text_model(qwen3(), tmp_path / "other")))
     bundle.is_packable = False
     with pytest.raises(ConfigError, match="tokens of other .* its layers are not packed attention alone"):

@@ -137,9 +137,17 @@ class Inputs:
 
 
 def packed_inputs(
-    rows: list[Tensor], positions: list[Tensor], order: list[int], exchange: TokenExchange | None = None
+    rows: list[Tensor],
+    positions: list[Tensor],
+    order: list[int],
+    exchange: TokenExchange | None = None,
+    *,
+    cuts_inside: bool = False,
 ) -> Inputs:
-    """Samples end to end in one row, in this order. With an exchange, the model takes this rank's part of the row."""
+    """Samples end to end in one row, in this order. With an exchange, the model takes this rank's part of the row.
+
+    cuts_inside: the model takes the whole row and cuts it itself.
+    """
     lengths = [len(rows[sample]) for sample in order]
     start_of = dict(zip(order, [0, *itertools.accumulate(lengths[:-1])], strict=True))
     ids, place_ids = [rows[sample] for sample in order], [positions[sample] for sample in order]
@@ -150,8 +158,8 @@ def packed_inputs(
         place_ids.append(place_ids[0].new_zeros((*place_ids[0].shape[:-1], missing)))
     whole_ids, whole_places = torch.cat(ids)[None], torch.cat(place_ids, dim=-1).unsqueeze(-2)
     arguments = {
-        "input_ids": whole_ids if exchange is None else exchange.own(whole_ids, -1),
-        "position_ids": whole_places if exchange is None else exchange.own(whole_places, -1),
+        "input_ids": whole_ids if exchange is None or cuts_inside else exchange.own(whole_ids, -1),
+        "position_ids": whole_places if exchange is None or cuts_inside else exchange.own(whole_places, -1),
         "packing": Packing.of(lengths, whole_ids.device, exchange),
     }
     return Inputs(arguments, [start_of[sample] for sample in range(len(rows))], [len(row) for row in rows])

@@ -43,8 +43,6 @@ class Bundle:
 
     spreads_tokens: ClassVar[bool] = False
     """True if ranks can share its samples, each with a part of their tokens (`topology.sp`)."""
-    keeps_tokens_because: ClassVar[str] = ""
-    """Why they cannot, for messages, where the class knows."""
     cuts_layers: ClassVar[bool] = False
     """True if ranks can have its layers together, each a part of their weights (`topology.tp`)."""
     spreads_experts: ClassVar[bool] = False

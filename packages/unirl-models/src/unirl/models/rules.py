@@ -94,7 +94,9 @@ def _read(file: Path, take: Callable[[Any], FoundT]) -> FoundT | None:  # Any: J
 
 
 def _heads_of(config: Any) -> tuple[int, int]:  # Any: JSON
-    """Heads of attention, and of keys and values."""
+    """Heads of attention, and of keys and values; of a model that also sees or hears those of its decoder."""
+    config = config.get("thinker_config", config)
+    config = config.get("text_config", config)
     heads = int(config["num_attention_heads"])
     return heads, int(config.get("num_key_value_heads") or heads)
 
@@ -109,8 +111,8 @@ def _experts_of(config: object) -> int | None:
 
 
 def tokens_kept(at: str, name: str, because: str) -> str:
-    """The message for a model whose samples are not shared. because: may be empty."""
-    return f"{at}: the tokens of {name} cannot be spread over ranks{because and ': '}{because}. Set it to 1."
+    """The message for a model whose samples are not shared."""
+    return f"{at}: the tokens of {name} cannot be spread over ranks: {because}. Set it to 1."
 
 
 def layers_kept(at: str, name: str, because: str) -> str:

@@ -88,6 +88,11 @@ class LanguageBundle(ModelBundle, Protocol):
         ...
 
     @property
+    def cuts_rows_inside(self) -> bool:
+        """True if the model takes whole rows and cuts them itself where ranks share their positions."""
+        ...
+
+    @property
     def layer_exchange(self) -> LayerExchange | None:
         """Between the ranks that each have a part of the layers; None where this one has whole layers."""
         ...

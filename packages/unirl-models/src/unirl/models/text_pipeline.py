@@ -261,7 +261,11 @@ class AutoregressivePipeline:
         exchange = self.bundle.token_exchange
         if order is None and exchange is not None:
             raise ContractError(f"topology.sp = {exchange.size} spreads packed rows. Set pipeline.packed: null.")
-        inputs = padded_inputs(rows, positions) if order is None else packed_inputs(rows, positions, order, exchange)
+        inputs = (
+            padded_inputs(rows, positions)
+            if order is None
+            else packed_inputs(rows, positions, order, exchange, cuts_inside=self.bundle.cuts_rows_inside)
+        )
         ordered = conditions if order is None else {name: each.select(order) for name, each in conditions.items()}
         return inputs, ordered
 

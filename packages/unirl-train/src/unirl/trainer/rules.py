@@ -77,11 +77,7 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
     for policy in (each for each in run.policies.values() if each.ranks_of_tokens > 1):
         at = f"{policy.backend.at}.topology.sp = {policy.ranks_of_tokens}"
         if not policy.bundle.ability("spreads_tokens"):
-            because = policy.bundle.ability("keeps_tokens_because")
-            yield (
-                f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks{because and ': '}{because}. "
-                "Set it to 1."
-            )
+            yield f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks. Set it to 1."
         for pipeline in policy.pipelines.values():
             if pipeline.get("packed") is False:
                 yield f"{at} spreads packed rows, and {pipeline.at}.packed: false pads them. Set it to null, or sp: 1."

@@ -72,6 +72,8 @@ class CausalLMBundle(OneComponentBundle):
     task_type: ClassVar[str | None] = "CAUSAL_LM"
     index_file: ClassVar[str] = "config.json"
     spreads_tokens: ClassVar[bool] = True
+    cuts_rows_inside: ClassVar[bool] = False
+    """True if the model takes whole rows and cuts them itself where ranks share their positions."""
     cuts_layers: ClassVar[bool] = True
     model_types: ClassVar[tuple[str, ...]] = ()
     """`model_type` of the configurations that the bundle loads; empty loads any."""
@@ -159,8 +161,6 @@ class CausalLMBundle(OneComponentBundle):
         sampled by every rank. Raises ConfigError if the model or its heads do not allow it.
         """
         at, name = f"topology.sp = {exchange.size}", self.folder.path.name
-        if not self.spreads_tokens:
-            raise ConfigError(tokens_kept(at, type(self).__name__, self.keeps_tokens_because))
         config = self.model.config.get_text_config()
         if not self.is_packable:
             raise ConfigError(tokens_kept(at, name, "its layers are not packed attention alone"))

@@ -42,6 +42,7 @@ class PackedBundle(OneComponentBundle):
     is_packable: ClassVar[bool] = True
     """Replay never pads."""
     token_exchange: ClassVar[None] = None
+    cuts_rows_inside: ClassVar[bool] = False
     layer_exchange: ClassVar[None] = None
     """No two ranks share a row."""
     vae: PackedAutoEncoder

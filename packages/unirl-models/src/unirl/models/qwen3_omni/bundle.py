@@ -73,6 +73,10 @@ class Qwen3OmniThinkerBundle(RoutedTokens, QwenVLBundle):
         return self.model.visual
 
     @property
+    def decoder(self) -> nn.Module:
+        return self.model.model
+
+    @property
     def block_class_names(self) -> tuple[str, ...]:
         """The decoder layers; the encoders stay whole, see `QwenVLBundle`."""
         return ("Qwen3OmniMoeThinkerTextDecoderLayer",)

@@ -12,6 +12,7 @@ from unirl.models.extras import from_extra
 from unirl.models.token_scores import CHUNK_LOGITS
 from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.errors import CheckpointError, ConfigError
+from unirl.types.protocols.models import RecomputeContexts, TokenExchange
 
 with from_extra("transformers"):
     import transformers
@@ -28,9 +29,8 @@ class QwenVLBundle(CausalLMBundle):
 
     reads_media: ClassVar[bool] = True
     reads_images_in_turns: ClassVar[bool] = True
-    spreads_tokens: ClassVar[bool] = False
+    cuts_rows_inside: ClassVar[bool] = True
     cuts_layers: ClassVar[bool] = False
-    keeps_tokens_because: ClassVar[str] = "images and sounds enter whole rows inside the model"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl", "qwen3_vl")
     auto_class: ClassVar[Any] = transformers.AutoModelForImageTextToText  # Any: see the base
 
@@ -79,6 +79,18 @@ class QwenVLBundle(CausalLMBundle):
         return self.model.model.visual
 
     @property
+    def decoder(self) -> nn.Module:
+        """What reads the embeddings of words and media."""
+        return self.model.model.language_model
+
+    def spread_tokens(self, exchange: TokenExchange) -> RecomputeContexts:
+        """As `CausalLMBundle.spread_tokens`; every rank runs the encoders of media, and puts what they make into the
+        whole row, of which the decoder computes this rank's part."""
+        contexts = super().spread_tokens(exchange)
+        self.decoder.register_forward_pre_hook(_own_part, with_kwargs=True)
+        return contexts
+
+    @property
     def placeholder_ids(self) -> tuple[int, ...]:
         """Tokens that stand for media in a prompt."""
         return (self.image_token_id,)
@@ -118,6 +130,21 @@ class QwenVLBundle(CausalLMBundle):
             )
         processor.size = size
         return processor
+
+
+def _own_part(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:  # Any: arguments of the decoder
+    """Cut a packed row that ranks share: this rank's embeddings and positions, and what of images goes to layers."""
+    packing = kwargs.get("packing")
+    if packing is None or packing.exchange is None:
+        return None
+    own = packing.exchange.own
+    cut = {"inputs_embeds": own(kwargs["inputs_embeds"], 1), "position_ids": own(kwargs["position_ids"], -1)}
+    is_image, of_layers = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if is_image is not None and of_layers is not None:
+        counts = [int(part.sum()) for part in is_image.split(packing.exchange.lengths(is_image.shape[1]), 1)]
+        cut["visual_pos_masks"] = own(is_image, 1)
+        cut["deepstack_visual_embeds"] = [each.split(counts)[packing.exchange.rank] for each in of_layers]
+    return args, kwargs | cut
 
 
 def _embed_aliases(embedding: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
