@@ -8,6 +8,7 @@ from torch import nn
 
 from unirl.distributed.dispatch import shard_ranks
 from unirl.train.configs import (
+    Axes,
     EMAConfig,
     FSDPConfig,
     LoraConfig,
@@ -76,13 +77,14 @@ def test_impossible_options_are_refused_with_their_values(make, message: str):
 
 
 def test_topologies_resolve_to_the_number_of_devices():
-    assert TrainTopology().resolved(8) == (1, 8, 1, 1, 1)
-    assert TrainTopology(dp_replicate=2).resolved(8) == (2, 4, 1, 1, 1)
-    assert TrainTopology(2, 4).resolved(8) == (2, 4, 1, 1, 1)
-    assert TrainTopology(sp=4).resolved(8) == (1, 2, 4, 1, 1)
-    assert TrainTopology(2, 2, 2).resolved(8) == (2, 2, 2, 1, 1)
-    assert TrainTopology(2, ep=4).resolved(8) == (2, 4, 1, 1, 4)
-    assert TrainTopology(2, tp=2).resolved(8) == (2, 2, 1, 2, 1)
+    assert TrainTopology().resolved(8) == Axes(1, 8, sp=1)
+    assert TrainTopology(dp_replicate=2).resolved(8) == Axes(2, 4, sp=1)
+    assert TrainTopology(2, 4).resolved(8) == Axes(2, 4, sp=1)
+    assert TrainTopology(sp=4).resolved(8) == Axes(1, 2, sp=4)
+    assert TrainTopology(sp=4, ring=2).resolved(8) == Axes(1, 2, sp=4, ring=2)
+    assert TrainTopology(2, 2, 2).resolved(8) == Axes(2, 2, sp=2)
+    assert TrainTopology(2, ep=4).resolved(8) == Axes(2, 4, sp=1, ep=4)
+    assert TrainTopology(2, tp=2).resolved(8) == Axes(2, 2, sp=1, tp=2)
 
 
 def test_neighbouring_ranks_share_samples():
