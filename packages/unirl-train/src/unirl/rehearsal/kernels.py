@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unirl.train.backend.block_attention import is_flash
 from unirl.types.devices import PRETEND
 
 aten = torch.ops.aten
-LONGEST_HEAD = 256
-"""Width of a head up to which flash attention exists."""
 _libraries: list[torch.library.Library] = []
 """Registrations last as long as these."""
 _weights: dict[int, tuple[Tensor, Tensor]] = {}
@@ -112,11 +111,11 @@ def attention(
     if enable_gqa and attn_mask is not None and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
-    width, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    width = query.shape[-1]
     if query.ndim != 4:
         plain = aten._scaled_dot_product_attention_math
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    if attn_mask is None and is_half and width <= LONGEST_HEAD:
+    if is_flash(query, attn_mask):
         room = -width % 8
         if room:
             query, key, value = (F.pad(part, (0, room)) for part in (query, key, value))

@@ -19,6 +19,8 @@ from unirl.types.device_kinds import kind_of
 from unirl.types.errors import ConfigError
 
 aten = torch.ops.aten
+LONGEST_HEAD = 256
+"""Width of a head up to which flash attention exists."""
 
 
 class Attended(NamedTuple):
@@ -75,7 +77,7 @@ class FusedKernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Attended:
         width, length = query.shape[-1], query.shape[-2]
         query, key, value = (_padded(each, 8) for each in (query, key, value))
-        if _is_flash(query, bias):
+        if is_flash(query, bias):
             out, lse = aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[:2]
         else:
             efficient = aten._scaled_dot_product_efficient_attention
@@ -93,7 +95,7 @@ class FusedKernel:
         width = grad.shape[-1]
         grad, out, query, key, value = (_padded(each, 8) for each in (grad, whole.out, *tensors))
         unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # state of the generator: nothing is dropped
-        if _is_flash(query, bias):
+        if is_flash(query, bias):
             flash = aten._scaled_dot_product_flash_attention_backward
             lengths = query.shape[-2], key.shape[-2]
             grads = flash(
@@ -104,15 +106,14 @@ class FusedKernel:
             lse = functional.pad(whole.lse, (0, -whole.lse.shape[-1] % 32), value=float("inf"))
             efficient = aten._scaled_dot_product_efficient_attention_backward
             wanted = [True, True, True, False]
-            grads = efficient(grad, query, key, value, bias, out, lse, unused, unused, 0.0, wanted, False, scale=scale)[
-                :3
-            ]
-        of_query, of_key, of_value = (each[..., :width] for each in grads)
+            grads = efficient(grad, query, key, value, bias, out, lse, unused, unused, 0.0, wanted, False, scale=scale)
+        of_query, of_key, of_value = (each[..., :width] for each in grads[:3])
         return of_query, of_key, of_value
 
 
-def _is_flash(query: Tensor, bias: Tensor | None) -> bool:
-    return bias is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+def is_flash(query: Tensor, bias: Tensor | None) -> bool:
+    """True if CUDA takes flash attention: half precision without a mask."""
+    return bias is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= LONGEST_HEAD
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
