@@ -51,7 +51,9 @@ def heads_of_texts_divide(own: Part, run: Run) -> Messages:
     if size == 1 or not own.ability("spreads_tokens") or own.ability("index_file") != file.name:
         return
     found = _read(file, _heads_of)
-    problem = found and heads_problem(f"{policy.backend.at}.{policy.heads_option}", size, *found, str(file))
+    problem = found and heads_problem(
+        f"{policy.backend.at}.{policy.heads_option}", size, *found, str(file), has_ring=policy.has_ring
+    )
     if problem:
         yield problem
 
@@ -130,10 +132,10 @@ def layers_problem(at: str, size: int, num_heads: int, num_key_heads: int, inner
     return None
 
 
-def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where: str) -> str | None:
+def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where: str, *, has_ring: bool) -> str | None:
     """The message for ranks that do not divide a model's attention heads, or None. Ranks may share heads of keys."""
     if num_heads % size:
-        return undivided_heads(at, size, num_heads, where)
+        return undivided_heads(at, size, num_heads, where, has_ring=has_ring)
     if num_key_heads % size and size % num_key_heads:
         fitting = [
             each
@@ -147,9 +149,9 @@ def heads_problem(at: str, size: int, num_heads: int, num_key_heads: int, where:
     return None
 
 
-def undivided_heads(at: str, size: int, num_heads: int, where: str) -> str:
-    """The message for ranks that do not divide a model's attention heads. at: the option, which may have a ring."""
-    advice = "" if at.endswith("ring") else " Or let keys go around the ranks instead, with topology.ring."
+def undivided_heads(at: str, size: int, num_heads: int, where: str, *, has_ring: bool) -> str:
+    """The message for ranks that do not divide a model's attention heads."""
+    advice = "" if has_ring else " Or let keys go around the ranks instead, with topology.ring."
     return sharing_problem(at, size, num_heads, "attention heads", where) + advice
 
 

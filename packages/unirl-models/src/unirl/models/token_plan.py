@@ -96,9 +96,9 @@ class SpreadTokens:
                 num_attentions += 1
                 where, size = f"{component}.{path}", self._exchange.num_head_parts
                 if found.heads % size:
-                    raise ConfigError(
-                        undivided_heads(heads_option(self._exchange.ring is not None), size, found.heads, where)
-                    )
+                    has_ring = self._exchange.ring is not None
+                    problem = undivided_heads(heads_option(has_ring), size, found.heads, where, has_ring=has_ring)
+                    raise ConfigError(problem)
                 found.forward = functools.partial(self._attend, where, found.forward, streams[0])
         if not num_attentions:
             raise ContractError(f"{component} has no module {' or '.join(plan.attention)}, which its token plan names")

@@ -140,9 +140,14 @@ class Policy:
         return max(1, self._axis("sp") // max(1, self._axis("ring")))
 
     @property
+    def has_ring(self) -> bool:
+        """True if keys and values go around groups of the ranks that share tokens."""
+        return self.ranks_of_heads < self.ranks_of_tokens
+
+    @property
     def heads_option(self) -> str:
         """The option by which ranks exchange heads."""
-        return heads_option(self.ranks_of_heads < self.ranks_of_tokens)
+        return heads_option(self.has_ring)
 
     @property
     def ranks_of_layers(self) -> int:

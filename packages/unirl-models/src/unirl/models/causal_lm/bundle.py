@@ -173,9 +173,8 @@ class CausalLMBundle(OneComponentBundle):
             raise ConfigError(tokens_kept(at, name, reason))
         num_heads = config.num_attention_heads
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads  # only those with fewer say it
-        problem = heads_problem(
-            heads_option(exchange.ring is not None), exchange.num_head_parts, num_heads, num_key_heads, name
-        )
+        has_ring, size = exchange.ring is not None, exchange.num_head_parts
+        problem = heads_problem(heads_option(has_ring), size, num_heads, num_key_heads, name, has_ring=has_ring)
         if problem is not None:
             raise ConfigError(problem)
         self.token_exchange = exchange

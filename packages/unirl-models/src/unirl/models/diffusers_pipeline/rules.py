@@ -119,7 +119,8 @@ def heads_divide(own: Part, run: Run) -> Messages:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the model says so before its first forward
         if isinstance(heads, int) and heads % size:
-            yield undivided_heads(f"{policy.backend.at}.{policy.heads_option}", size, heads, str(file))
+            at = f"{policy.backend.at}.{policy.heads_option}"
+            yield undivided_heads(at, size, heads, str(file), has_ring=policy.has_ring)
 
 
 def attention_is_dispatched(own: Part, run: Run) -> Messages:

@@ -90,7 +90,7 @@ def sharding_suits_the_device(own: Part, run: Run) -> Messages:
 def ring_suits_the_device(own: Part, run: Run) -> Messages:
     """A ring adds up attention by blocks."""
     policy = run.policy_of(own)
-    if policy.ranks_of_tokens > policy.ranks_of_heads and kind_of(run.device).block_attention is None:
+    if policy.has_ring and kind_of(run.device).block_attention is None:
         yield no_ring(run.device)
 
 
