@@ -8,15 +8,13 @@ import pytest
 import torch
 from advantaged import with_advantages
 from diffusion_fakes import KEPT, AffineField, Setup, displace, rollout, sampling, setup, some_advantages
-from test_dmd2 import MODES, Guided, images_by_hand
+from test_dmd2 import MODES, Guided, images_by_hand, resumed_as_whole
 from test_known_optimum import GaussianField
 from torch import Tensor
-from train_fakes import snapshot
 
 from unirl.algorithms.base import MicroBatch
 from unirl.algorithms.dmd2 import DMD2, FAKE
 from unirl.algorithms.dmd2_reward import SURROGATE, DMD2WithReward, reward_share
-from unirl.train.checkpoint.checkpointer import Checkpointer
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import LatentSegment
@@ -186,24 +184,11 @@ def test_only_the_teacher_and_the_surrogate_are_guided():
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_two_rollouts_a_resume_and_two_rollouts_equal_four_bit_for_bit(mode: str, tmp_path: Path):
-    made = student(updates=NUM_PROMPTS, micro=GROUP, **copy.deepcopy(MODES[mode]))
-    for number in range(2):
-        trained(made, number)
-    Checkpointer(made.backend, str(tmp_path)).save(2, {"stack": made.stack.state_dict()})
-    for number in range(2, 4):
-        trained(made, number)
-    expected = snapshot(made.backend)
-    resumed = student(updates=NUM_PROMPTS, micro=GROUP, **copy.deepcopy(MODES[mode]))
-    displace(resumed.backend, 0.1)
-    saved = Checkpointer(resumed.backend, str(tmp_path)).load()
-    assert saved is not None
-    resumed.stack.load_state_dict(saved["stack"])
-    for number in range(2, 4):
-        trained(resumed, number)
-    found = snapshot(resumed.backend)
+    def make() -> Setup:
+        return student(updates=NUM_PROMPTS, micro=GROUP, **copy.deepcopy(MODES[mode]))
+
+    found = resumed_as_whole(make, trained, tmp_path)
     assert {name.split("/")[1] for name in found if name.startswith("copy_optimizer")} == {FAKE, SURROGATE}
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def test_what_cannot_be_trained_on_is_named():
