@@ -1,6 +1,7 @@
 """The command with real replicas: the README, equal numbers, a killed replica, the end."""
 
 import concurrent.futures
+import importlib
 import json
 import os
 import re
@@ -24,7 +25,8 @@ from unirl.reward.wire import BINARY_TYPE, JSON_TYPE, WireSample, decode_answer,
 from unirl.reward.worlds.shapes_scorer import ShapesRewardScorer
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
 from unirl.reward_server.replica import worker_command, worker_environment
-from unirl.types.media import Images, Texts
+from unirl.types.errors import ContractError
+from unirl.types.media import Audios, Images, Texts, Videos
 from unirl.types.reward import RewardRequest
 
 from .fakes import held_port, reward, sample
@@ -207,6 +209,54 @@ def test_a_worker_answers_several_tasks_at_a_time_and_ends_with_its_server():
         assert answers[5] == [{"reward": 0.0, "strict": 0.0, "soft": 0.0}]
         assert "is not a sentence of the shapes world" in answers[6][0]
     assert worker.wait(timeout=600) == 0
+
+
+LOUD = """
+import torch
+from unirl.reward.base import LocalScorer
+
+class Loud(LocalScorer):
+    def __init__(self, *, name="loud", device="cpu"):
+        super().__init__(name=name, device=device, component_weights={"power": 1.0, "seconds": 0.5})
+
+    def score_batch(self, request):
+        sounds = request.generated["video"].audio
+        waveforms = sounds.unpack("waveform")
+        seconds = torch.tensor([len(each) / sounds.sample_rate for each in waveforms])
+        return {"power": torch.stack([each.square().mean() for each in waveforms]), "seconds": seconds}
+"""
+
+
+def test_sounds_get_the_same_numbers_through_a_server_in_another_process_bit_for_bit(tmp_path, monkeypatch):
+    (tmp_path / "loud.py").write_text(LOUD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    generator = torch.Generator().manual_seed(0)
+    waveforms = [torch.randn(length, 2, generator=generator) for length in (700, 3, 24_000)]
+    request = RewardRequest(
+        sample_ids=list("abc"),
+        generated={
+            "video": Videos.pack(
+                frames=[torch.rand(2, 3, 4, 4, generator=generator) for _ in waveforms],
+                fps=8.0,
+                audio=Audios.pack(waveform=waveforms, sample_rate=24_000),
+            )
+        },
+    )
+    expected = importlib.import_module("loud").Loud().score(request)
+    config = "rewards:\n  - {name: loud, scorer: loud.Loud, num_gpus: 0}\nserver: {max_sound_s: 2}\n"
+    with held_port() as port:
+        running = Running(tmp_path, config, port)
+        with RewardClient(running.url) as client:
+            assert_same(client.score(request, ["loud"])["loud"], expected)
+            long = Videos.pack(
+                frames=[torch.zeros(1, 3, 4, 4)], audio=Audios.pack(waveform=[torch.zeros(48_001)], sample_rate=24_000)
+            )
+            with pytest.raises(ContractError, match="sound.0 lasts 2 s; the limit is max_sound_s = 2"):
+                client.score(RewardRequest(sample_ids=["d"], generated={"video": long}), ["loud"])
+        running.process.terminate()
+        assert running.process.wait(timeout=600) == 0
+    assert "Traceback" not in running.log + running.rest.result()
 
 
 def resident_bytes(pid):

@@ -1,17 +1,23 @@
 """CLAP's score of a sound against transformers, on a tiny random model."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from aiohttp import web
 from scipy.signal import resample_poly
 
+from unirl.reward.child.scorer import ChildScorer
 from unirl.reward.local.sounds.clap import CLAPScorer, mono, windows
-from unirl.types.errors import ConfigError
+from unirl.reward.remote import RemoteRewardBackend
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Audios, Texts, Videos
 from unirl.types.reward import RewardRequest
+
+from .fake_server import FakeServer
 
 RATE = 8_000
 
@@ -109,6 +115,40 @@ def test_a_video_without_sound_fails_alone_and_says_so(clap_folder):
     found = scorer.score_isolated(request_of([sound, sound[:0]], ["rain", "wind"]), "sample")
     assert found.successes == [True, False] and "its video has no sound" in str(found.errors[1])
     assert "no sound" in str(scorer.score_isolated(request_of(None, ["rain"]), "sample").errors[0])
+
+
+@pytest.mark.parametrize("way", ["server", "child"])
+def test_a_sound_in_another_process_has_the_score_of_this_one_bit_for_bit(clap_folder, way):
+    scorer = CLAPScorer(model=clap_folder)
+    request = request_of(waveforms(0.3, 1.7, 0, rate=24_000, channels=2), ["rain", "wind", "a bell"], rate=24_000)
+    expected = scorer.score_isolated(request, "sample")
+    assert expected.successes == [True, True, False]
+    with contextlib.ExitStack() as stack:
+        if way == "child":
+            elsewhere: Any = ChildScorer(
+                f"{CLAPScorer.__module__}.CLAPScorer", None, {"model": clap_folder}, name="clap"
+            )
+        else:
+            elsewhere = RemoteRewardBackend(stack.enter_context(FakeServer({"clap": scorer})).url, ["clap"])
+        stack.callback(elsewhere.close)
+        found = elsewhere.score(request)
+    assert torch.equal(found.rewards[:2], expected.rewards[:2]) and found.errors == expected.errors
+
+
+def test_a_server_that_knows_no_sounds_is_one_message_and_json_another(clap_folder):
+    reason = "unirl_score.version is 2; this side speaks version 1"  # what servers without sounds say
+    request = request_of(waveforms(0.5), ["rain"])
+    with FakeServer(
+        {"clap": CLAPScorer(model=clap_folder)}, faults=[web.json_response({"detail": reason}, status=422)]
+    ) as server:
+        for transport, message in (
+            ("binary", f"{reason}. .*install the same version there"),
+            ("json", "JSON carries no sound"),
+        ):
+            remote = RemoteRewardBackend(server.url, ["clap"], transport=transport)
+            with pytest.raises(ContractError, match=message):
+                remote.score(request)
+            remote.close()
 
 
 def test_a_model_of_another_kind_is_refused(clip_folder):

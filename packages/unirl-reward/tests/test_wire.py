@@ -1,6 +1,7 @@
 """The bodies of the reward server: what is sent is what arrives, and nothing else is read."""
 
 import base64
+import dataclasses
 import json
 import math
 import struct
@@ -38,7 +39,7 @@ from unirl.types.errors import ContractError, DataError
 from unirl.types.media import Audios, Images, Texts, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 
-LIMITS = Limits(max_samples=8, max_pixels=400, max_frames=6, max_media_bytes=20_000, max_text_chars=100)
+LIMITS = Limits(max_samples=8, max_pixels=400, max_frames=6, max_media_bytes=20_000, max_text_chars=100, max_sound_s=3)
 
 
 def byte_pixels(*shape, seed=0):
@@ -114,8 +115,72 @@ def test_a_request_arrives_bit_for_bit_through_both_bodies(request_):
         assert_equal_requests(request_of(call.samples), request_)
 
 
+@st.composite
+def sounding(draw):
+    """Videos with sounds of any values and lengths, mono or of several channels, some empty."""
+    bits = st.integers(-(2**31), 2**31 - 1)
+    channels = draw(st.sampled_from([None, 1, 2]))
+    sounds = []
+    for _ in range(draw(st.integers(1, 3))):
+        words = draw(st.lists(bits, max_size=6))
+        words = words[: len(words) // (channels or 1) * (channels or 1)]
+        shape = (-1,) if channels is None else (len(words) // channels, channels)
+        sounds.append(torch.tensor(words, dtype=torch.int32).view(torch.float32).reshape(shape))
+    audio = Audios.pack(waveform=sounds).replace(sample_rate=draw(st.sampled_from([None, 7, 24_000, 44_100])))
+    frames = [torch.zeros(2, 3, 2, 3) for _ in sounds]
+    return RewardRequest(
+        sample_ids=[str(i) for i in range(len(sounds))],
+        generated={"video": Videos.pack(frames=frames, fps=8.0).replace(audio=audio)},
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(sounding())
+def test_sounds_arrive_bit_for_bit_with_their_rate(request_):
+    call = decode_binary(binary(samples_of(request_, pixels="uint8"), ["a"]), LIMITS)
+    sent, arrived = request_.generated["video"], request_of(call.samples).generated["video"]
+    assert isinstance(sent, Videos) and isinstance(arrived, Videos) and sent.audio and arrived.audio
+    assert arrived.audio.sample_rate == sent.audio.sample_rate
+    assert torch.equal(arrived.audio.cu_seqlens, sent.audio.cu_seqlens)
+    left, right = arrived.audio.waveform, sent.audio.waveform
+    assert left.shape == right.shape and torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+def video_with_sound(sound, rate=8_000):
+    return RewardRequest(
+        sample_ids=["s0"],
+        generated={
+            "video": Videos.pack(frames=[torch.zeros(2, 3, 2, 2)], fps=8.0).replace(
+                audio=Audios.pack(waveform=[sound]).replace(sample_rate=rate)
+            )
+        },
+    )
+
+
+def test_half_precision_sounds_arrive_as_the_same_numbers_and_longer_ones_are_refused():
+    sound = torch.linspace(-1, 1, 50).to(torch.bfloat16)
+    [sample] = decode_binary(binary(samples_of(video_with_sound(sound)), ["a"]), LIMITS).samples
+    assert isinstance(sample.sound, np.ndarray) and np.array_equal(sample.sound, sound.float().numpy())
+    assert sample.num_bytes == 2 * 2 * 2 * 3 + 50 * 4
+    with pytest.raises(ContractError, match="sample s0: its sound is torch.float64; sounds travel as float32"):
+        samples_of(video_with_sound(sound.double()))
+
+
+def test_a_body_with_sound_is_one_that_readers_without_sounds_refuse_and_json_has_none():
+    samples = samples_of(video_with_sound(torch.zeros(5)))
+    silent = [dataclasses.replace(sample, sound=None, sample_rate=None) for sample in samples]
+    versions = []
+    for sent in (samples, silent):
+        body = binary(sent, ["a"])
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        versions.append(json.loads(header["__metadata__"]["unirl_score"])["version"])
+    assert versions == [2, 1] and batch_key(samples[0]) != batch_key(silent[0])
+    with pytest.raises(ContractError, match="sample s0: JSON carries no sound. Send it in the binary body"):
+        encode_json(samples, ["a"])
+
+
 @settings(max_examples=20, deadline=None)
-@given(requests(), st.data())
+@given(requests() | sounding(), st.data())
 def test_a_cut_or_changed_binary_body_is_refused_or_read_but_never_crashes(request_, data):
     body = bytearray(binary(samples_of(request_), ["a"]))
     if data.draw(st.booleans()):
@@ -409,13 +474,21 @@ def tensor(*shape, begin=0, end=None, dtype="U8"):
 IMAGE = [{"kind": "image"}]
 
 
+def sound_file(sound, data=bytes(16), kind="video", rate=8_000):
+    start = len(data)
+    shape = (1, 1, 1, 3) if kind == "video" else (1, 1, 3)
+    media = tensor(*shape, begin=start, end=start + 3)
+    entry = {"kind": kind, "sound_rate": rate}
+    return scored_file([entry], data + bytes(3), version=2, **{"sound.0": sound, "media.0": media})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (b"", "not a safetensors file: 0 bytes"),
         ((2**62).to_bytes(8, "little") + b"{}", "not a safetensors file"),
         (file_of({}), "metadata has no text unirl_score"),
-        (scored_file(IMAGE, version=2), "version is 2; this side speaks version 1"),
+        (scored_file(IMAGE, version=3), "version is 3; this side speaks versions 1 to 2"),
         (scored_file([]), "samples has 0 entries"),
         (scored_file(IMAGE * 9), "samples has 9 entries; 1 to 8"),
         (scored_file(IMAGE), "has no tensor media.0"),
@@ -436,6 +509,19 @@ IMAGE = [{"kind": "image"}]
             r"\['media.1'\] belong to no sample",
         ),
         (scored_file([{"kind": "text", "completion": "a", "fps": -1}]), "positive number of frames"),
+        (sound_file(tensor(4, end=16, dtype="U8")), "tensor sound.0 must have dtype F32"),
+        (sound_file(tensor(2, 1, 2, end=16, dtype="F32")), r"tensor sound.0 must have shape \[L\] or \[L, C\]"),
+        (sound_file(tensor(4, 0, end=0, dtype="F32"), b""), r"tensor sound.0 must have shape \[L\] or \[L, C\]"),
+        (sound_file(tensor(4, end=12, dtype="F32")), "do not hold"),
+        (sound_file(tensor(4, end=16, dtype="F32"), kind="image"), "sound.0 belongs to a sample of kind image"),
+        (sound_file(tensor(4, end=16, dtype="F32"), rate=0), "sound_rate must be a whole number of 1 to"),
+        (sound_file(tensor(4, end=16, dtype="F32"), rate=8e3), "sound_rate must be a whole number"),
+        (sound_file(tensor(4, end=16, dtype="F32"), rate=1), "sound.0 lasts 4 s; the limit is max_sound_s = 3"),
+        (sound_file(tensor(6_000, end=24_000, dtype="F32"), bytes(24_000)), "more than max_media_bytes = 20000"),
+        (
+            scored_file([{"kind": "image", "sound_rate": 8}], bytes(3), **{"media.0": tensor(1, 1, 3)}),
+            "has a sound_rate and no tensor sound.0",
+        ),
         (scored_file([{"kind": "text", "completion": "a"}], rewards=[["a"], ["b"]]), "2 lists for 1 samples"),
     ],
 )

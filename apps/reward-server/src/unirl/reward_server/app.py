@@ -86,6 +86,7 @@ class RewardServer:
             max_frames=server.max_video_frames,
             max_media_bytes=server.max_media_bytes,
             max_video_bytes=server.max_video_bytes,
+            max_sound_s=server.max_sound_s,
             max_text_chars=server.max_text_chars,
         )
         self._read_video = video_reader(server.video_roots, server.max_body_bytes)

@@ -122,7 +122,8 @@ def _score(settings: ServerSettings, needs_token: bool) -> dict[str, Any]:  # An
     binary = {
         "type": "string",
         "format": "binary",
-        "description": "One safetensors file: media.<i> and source.<i> as U8 or F32 [H, W, 3] or [T, H, W, 3], and "
+        "description": "One safetensors file: media.<i> and source.<i> as U8 or F32 [H, W, 3] or [T, H, W, 3], "
+        f"sound.<i> of a video as F32 [L] or [L, C], at most {settings.max_sound_s:g} s, and "
         "metadata unirl_score with the rest as JSON (unirl.reward.wire.binary_body).",
     }
     return _secured(needs_token) | {

@@ -33,7 +33,7 @@ from unirl.reward_server.memory import give_back_memory, keep_freed_memory
 from unirl.types.device_kinds import ACCELERATOR
 from unirl.types.devices import accelerator
 from unirl.types.errors import ConfigError, ContractError, UniRLError
-from unirl.types.media import Images, Texts, Videos
+from unirl.types.media import Audios, Images, Texts, Videos
 from unirl.types.protocols.rewards import Scorer
 from unirl.types.reward import RewardRequest, RewardResponse
 
@@ -123,11 +123,13 @@ class Judge:
         }
 
     def warm_up(self) -> None:
-        """Score one grey sample of each kind that the scorer takes. A scorer may refuse it; that too has warmed it."""
+        """Score one grey sample of each kind that the scorer takes, silent where it may have sound. A scorer may refuse
+        it; that too has warmed it."""
+        silence = Audios.pack(waveform=[torch.zeros(16_000)], sample_rate=16_000)
         for kind in self.card()["media"] or ["image"]:
             media = {
                 "image": Images(pixels=torch.full((1, 3, 64, 64), 0.5)),
-                "video": Videos.pack(frames=[torch.full((8, 3, 64, 64), 0.5)], fps=8.0),
+                "video": Videos.pack(frames=[torch.full((8, 3, 64, 64), 0.5)], fps=8.0, audio=silence),
                 "text": Texts(texts=["0"]),
             }[kind]
             request = RewardRequest(

@@ -250,7 +250,8 @@ def _advice(status: int) -> str:
         return " Lower batch_size, or raise server.max_body_bytes there."
     if status in (415, 422):
         return (
-            " If it does not speak this version's binary body, set transport: json, or install the same version there."
+            " If it does not speak this version's binary body, set transport: json, or install the same version there. "
+            "JSON carries no sound."
         )
     if status == 404 or 300 <= status < 400:
         return " Is base_url that of a reward server?"

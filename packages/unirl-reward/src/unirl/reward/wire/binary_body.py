@@ -1,10 +1,13 @@
 """The binary body of POST /score: one safetensors file, so any safetensors library can write or read it.
 
-Tensors: `media.<i>` of sample i, image [H, W, 3] or video [T, H, W, 3], U8 or F32 in [0, 1]; `source.<i>` [H, W, 3]. A
-generated text stands in the header. Metadata: one entry `unirl_score`, a JSON text
-    {"version": 1, "rewards": [name, ...] or [[name, ...] for every sample],
-     "samples": [{"id", "kind", "prompt"?, "completion"?, "group_id"?, "fps"?, "metadata"?}]}
-Pixels are neither compressed nor copied into text. Reading makes views of the body.
+Tensors: `media.<i>` of sample i, image [H, W, 3] or video [T, H, W, 3], U8 or F32 in [0, 1]; `source.<i>` [H, W, 3];
+`sound.<i>` of a video, [L] or [L, C], F32. A generated text stands in the header. Metadata: one entry `unirl_score`, a
+JSON text
+    {"version": 1, or 2 where there is a sound, "rewards": [name, ...] or [[name, ...] for every sample],
+     "samples": [{"id", "kind", "prompt"?, "completion"?, "group_id"?, "fps"?, "sound_rate"?, "metadata"?}]}
+Readers of version 1 refuse version 2, so that none scores a video without its sound. Pixels and sounds are neither
+compressed nor copied into text: the lossless codecs for sound hold integers and would round floats, and a second of it
+is smaller than a frame. Reading makes views of the body.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from unirl.reward.wire.json_body import checked_fps, checked_rewards, checked_text, parsed_json
-from unirl.reward.wire.media import Budget, check_size
+from unirl.reward.wire.media import Budget, check_size, check_sound
 from unirl.reward.wire.samples import Limits, SchemaError, ScoreCall, WireSample
 from unirl.types.errors import DataError
 
 BINARY_TYPE = "application/vnd.unirl.score+safetensors"
-VERSION = 1
+VERSION = 2
+MAX_SOUND_RATE = 10**6
 
 _KEY = "unirl_score"
 _DTYPES = {"U8": np.dtype("uint8"), "F32": np.dtype("<f4")}
@@ -38,22 +42,24 @@ def encode_binary(samples: Sequence[WireSample], rewards: Sequence[str] | Sequen
     parts: list[memoryview] = []
     offset = 0
     for i, sample in enumerate(samples):
-        for name, array in ((f"media.{i}", sample.media), (f"source.{i}", sample.source)):
+        for name, array in (("media", sample.media), ("source", sample.source), ("sound", sample.sound)):
             if isinstance(array, np.ndarray):
                 end = offset + array.nbytes
                 code = "U8" if array.dtype == np.uint8 else "F32"
-                tensors[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, end]}
-                parts.append(np.ascontiguousarray(array, dtype=_DTYPES[code]).data.cast("B"))
+                tensors[f"{name}.{i}"] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, end]}
+                # As bytes by NumPy: a memoryview of nothing, a video's empty sound, cannot be cast.
+                parts.append(np.ascontiguousarray(array, dtype=_DTYPES[code]).reshape(-1).view(np.uint8).data)
                 offset = end
     names = [name if isinstance(name, str) else list(name) for name in rewards]
-    content = {"version": VERSION, "rewards": names, "samples": [_entry(sample) for sample in samples]}
+    version = 1 if all(sample.sound is None for sample in samples) else VERSION
+    content = {"version": version, "rewards": names, "samples": [_entry(sample) for sample in samples]}
     header = json.dumps({"__metadata__": {_KEY: json.dumps(content)}, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     return [memoryview(len(header).to_bytes(8, "little") + header), *parts]
 
 
 def decode_binary(body: bytes | memoryview, limits: Limits) -> ScoreCall:
-    """The samples of a body, their pixels read-only views of it.
+    """The samples of a body, their pixels and sounds read-only views of it.
 
     Raises SchemaError for what is not such a file, DataError for values beyond the limits; both name the place.
     """
@@ -67,8 +73,9 @@ def decode_binary(body: bytes | memoryview, limits: Limits) -> ScoreCall:
     if not isinstance(text, str):
         raise SchemaError(f"the safetensors metadata has no text {_KEY}")
     content = parsed_json(text.encode("utf-8", "surrogatepass"), limits, _KEY)
-    if content.get("version") != VERSION:
-        raise SchemaError(f"{_KEY}.version is {str(content.get('version'))[:40]}; this side speaks version {VERSION}")
+    if content.get("version") not in range(1, VERSION + 1):
+        shown = str(content.get("version"))[:40]
+        raise SchemaError(f"{_KEY}.version is {shown}; this side speaks versions 1 to {VERSION}")
     entries = content.get("samples")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise SchemaError(f"{_KEY}.samples must be a list of objects")
@@ -87,6 +94,7 @@ def _entry(sample: WireSample) -> dict[str, Any]:  # Any: JSON values
         "completion": sample.media if isinstance(sample.media, str) else None,
         "group_id": sample.group_id,
         "fps": sample.fps,
+        "sound_rate": sample.sample_rate,
         "metadata": sample.metadata,
     }
     return {"id": sample.id, "kind": sample.kind} | {key: v for key, v in optional.items() if v is not None}
@@ -94,14 +102,15 @@ def _entry(sample: WireSample) -> dict[str, Any]:  # Any: JSON values
 
 def _arrays(header: dict[str, Any], data: memoryview, budget: Budget) -> dict[str, np.ndarray]:  # Any: JSON values
     """Views of all tensors. They must cover `data` without gap or overlap, as the format demands."""
-    entries = sorted((_checked(name, entry) for name, entry in header.items()), key=lambda found: found[3])
+    entries = sorted((_checked(name, entry) for name, entry in header.items()), key=lambda found: found[3:])
     arrays = {}
     offset = 0
     for name, dtype, shape, begin, end in entries:
         num_bytes = math.prod(shape) * dtype.itemsize
         if begin != offset or end - begin != num_bytes or end > len(data):
             raise SchemaError(f"tensor {name[:40]}: bytes {begin} to {end} do not hold {shape} or leave a gap")
-        check_size(shape[-2], shape[-3], name, budget.limits)
+        if not _is_sound(name):
+            check_size(shape[-2], shape[-3], name, budget.limits)
         if len(shape) == 4 and not 1 <= shape[0] <= budget.limits.max_frames:
             raise DataError(f"{name} has {shape[0]} frames; the limit is max_frames = {budget.limits.max_frames}")
         budget.take(num_bytes, name)
@@ -114,14 +123,22 @@ def _arrays(header: dict[str, Any], data: memoryview, budget: Budget) -> dict[st
 
 def _checked(name: str, entry: Any) -> tuple[str, np.dtype, list[int], int, int]:  # Any: JSON values
     shown = name[:40]
-    if not isinstance(entry, dict) or entry.get("dtype") not in _DTYPES:
-        raise SchemaError(f"tensor {shown} must have dtype U8 or F32")
+    dtypes = ("F32",) if _is_sound(name) else ("U8", "F32")
+    if not isinstance(entry, dict) or entry.get("dtype") not in dtypes:
+        raise SchemaError(f"tensor {shown} must have dtype {' or '.join(dtypes)}")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not _are_sizes(shape) or len(shape) not in (3, 4) or shape[-1] != 3:
+    if _is_sound(name):
+        if not _are_sizes(shape) or len(shape) not in (1, 2) or 0 in shape[1:]:
+            raise SchemaError(f"tensor {shown} must have shape [L] or [L, C]")
+    elif not _are_sizes(shape) or len(shape) not in (3, 4) or shape[-1] != 3:
         raise SchemaError(f"tensor {shown} must have shape [H, W, 3] or [T, H, W, 3]")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise SchemaError(f"tensor {shown} must have two data_offsets")
     return name, _DTYPES[entry["dtype"]], shape, offsets[0], offsets[1]
+
+
+def _is_sound(name: str) -> bool:
+    return name.startswith("sound.")
 
 
 def _are_sizes(value: Any) -> bool:  # Any: JSON values
@@ -145,6 +162,7 @@ def _sample(entry: dict[str, Any], index: int, arrays: dict[str, np.ndarray], li
         raise SchemaError(f"media.{index} of kind {kind} has shape {media.shape}")
     if source is not None and source.ndim != 3:
         raise SchemaError(f"source.{index} must have shape [H, W, 3], got {source.shape}")
+    sound, rate = _sound(entry, index, arrays, limits)
     metadata = entry.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise SchemaError(f"{where}.metadata must be an object")
@@ -157,8 +175,31 @@ def _sample(entry: dict[str, Any], index: int, arrays: dict[str, np.ndarray], li
         source=source,
         group_id=checked_text(entry.get("group_id"), f"{where}.group_id", limits),
         fps=checked_fps(entry.get("fps"), f"{where}.fps"),
+        sound=sound,
+        sample_rate=rate,
         metadata=metadata,
     )
+
+
+def _sound(
+    entry: dict[str, Any],  # Any: JSON values
+    index: int,
+    arrays: dict[str, np.ndarray],
+    limits: Limits,
+) -> tuple[np.ndarray | None, int | None]:
+    """The sound of a video and its samples per second, where either is known."""
+    where = f"{_KEY}.samples[{index}]"
+    sound, rate = arrays.pop(f"sound.{index}", None), entry.get("sound_rate")
+    if sound is None and rate is not None:
+        raise SchemaError(f"{where} has a sound_rate and no tensor sound.{index}")
+    if sound is not None and entry.get("kind") != "video":
+        raise SchemaError(f"sound.{index} belongs to a sample of kind {entry.get('kind')}; videos alone have sounds")
+    if rate is None or sound is None:
+        return sound, None
+    if type(rate) is not int or not 1 <= rate <= MAX_SOUND_RATE:
+        raise SchemaError(f"{where}.sound_rate must be a whole number of 1 to {MAX_SOUND_RATE} samples per second")
+    check_sound(len(sound), rate, f"sound.{index}", limits)
+    return sound, rate
 
 
 def _rewards(names: Any, num_samples: int) -> list[tuple[str, ...]]:  # Any: JSON values

@@ -28,7 +28,7 @@ _PIECE_BYTES = 2**20
 def encode_json(samples: Sequence[WireSample], rewards: Sequence[str]) -> bytes:
     """The body that asks for `rewards` of every sample; images as PNG, videos as animated PNG, both lossless.
 
-    Raises ContractError for float32 media, which PNG would round.
+    Raises ContractError for float32 media, which PNG would round, and for sounds.
     """
     return json.dumps({"requests": [_entry(sample, rewards) for sample in samples]}).encode()
 
@@ -121,6 +121,10 @@ def _entry(sample: WireSample, rewards: Sequence[str]) -> dict[str, Any]:  # Any
     last: dict[str, Any] = {} if sample.prompt is None else {"text": sample.prompt}
     if sample.media is None:
         raise ContractError(f"sample {sample.id} was not decoded and cannot be sent")
+    if sample.sound is not None:
+        raise ContractError(
+            f"sample {sample.id}: JSON carries no sound. Send it in the binary body (transport: binary)."
+        )
     if isinstance(sample.media, str):
         last["completion"] = sample.media
     elif sample.kind == "image":

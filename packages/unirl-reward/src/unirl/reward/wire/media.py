@@ -55,6 +55,12 @@ def check_size(width: int, height: int, where: str, limits: Limits) -> None:
         raise DataError(f"{where} is {width} x {height}; it must have 1 to {limits.max_pixels} pixels")
 
 
+def check_sound(num_samples: int, rate: int, where: str, limits: Limits) -> None:
+    """Raises DataError for a sound that lasts too long."""
+    if num_samples > rate * limits.max_sound_s:
+        raise DataError(f"{where} lasts {num_samples / rate:.4g} s; the limit is max_sound_s = {limits.max_sound_s:g}")
+
+
 def decoded_base64(text: str, where: str) -> bytes:
     """Raises DataError for what is not base64. A data URL's prefix is dropped."""
     if text.startswith("data:"):

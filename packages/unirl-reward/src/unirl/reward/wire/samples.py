@@ -1,6 +1,6 @@
 """One sample as it travels, and the way from and to the requests that scorers know.
 
-Legend: B samples, T frames, H W pixels.
+Legend: B samples, T frames, H W pixels, L samples of a waveform, C channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unirl.reward.local.pixels import RANGE_TOLERANCE
 from unirl.types.errors import ContractError, DataError
-from unirl.types.media import Images, Primitive, Texts, Videos, pixel_floats
+from unirl.types.media import Audios, Images, Primitive, Texts, Videos, pixel_floats
 from unirl.types.reward import RewardRequest
 
 Kind = Literal["image", "video", "text"]
@@ -44,6 +44,8 @@ class Limits:
     """Decoded media of one body, all samples together."""
     max_video_bytes: int = 1024**3
     """One video of a JSON body, decoded."""
+    max_sound_s: float = 600.0
+    """Seconds of one sound; at a low rate few bytes last long, and scorers bring them to a higher one."""
     max_text_chars: int = 1_000_000
     """Characters of one text."""
     max_json_nodes: int = 1_000_000
@@ -56,6 +58,7 @@ UNLIMITED = Limits(
     max_frames=2**31,
     max_media_bytes=2**50,
     max_video_bytes=2**50,
+    max_sound_s=math.inf,
     max_text_chars=2**40,
     max_json_nodes=2**40,
 )
@@ -77,12 +80,16 @@ class WireSample:
     group_id: str | None = None
     fps: float | None = None
     """Frames per second of a video."""
+    sound: np.ndarray | None = None
+    """Waveform of a video, float32 [L] or [L, C]."""
+    sample_rate: int | None = None
+    """Samples per second of the sound."""
     metadata: dict[str, Any] | None = None  # Any: rows of a user's data file
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its pixels."""
-        return sum(array.nbytes for array in (self.media, self.source) if isinstance(array, np.ndarray))
+        """Bytes of its pixels and its sound."""
+        return sum(array.nbytes for array in (self.media, self.source, self.sound) if isinstance(array, np.ndarray))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +104,8 @@ class ScoreCall:
 def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[WireSample]:
     """The B samples of a request.
 
-    Raises ContractError for what does not travel: audio, several generated media, inputs other than text and image,
-    pixels that are not finite or not in [0, 1], and metadata that JSON would change.
+    Raises ContractError for what does not travel: sounds other than those of videos, several generated media, inputs
+    other than text and image, pixels that are not finite or not in [0, 1], and metadata that JSON would change.
     """
     extra = sorted(set(request.primitives) - {"text", "image"})
     if extra:
@@ -110,6 +117,8 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
     media = _media_of(generated, slot, ids, pixels)
     arrays = [None] * len(ids) if "image" not in request.primitives else _arrays(_one_each(request), ids, pixels)
     prompts = request.prompts if "text" in request.primitives else [None] * len(ids)
+    audio = generated.audio if isinstance(generated, Videos) else None
+    sounds = [None] * len(ids) if audio is None else _sounds(audio, ids)
     return [
         WireSample(
             id=ids[i],
@@ -119,6 +128,8 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
             source=arrays[i],
             group_id=request.group_ids[i] if request.group_ids else None,
             fps=generated.fps if isinstance(generated, Videos) else None,
+            sound=sounds[i],
+            sample_rate=None if audio is None else audio.sample_rate,
             metadata=_checked_metadata(request.metadata[i], ids[i]) if request.metadata else None,
         )
         for i in range(len(ids))
@@ -129,7 +140,8 @@ def batch_key(sample: WireSample) -> tuple[object, ...]:
     """Samples with equal keys fit into one request."""
     media_shape = sample.media.shape[-3:] if isinstance(sample.media, np.ndarray) else None
     source_shape = None if sample.source is None else sample.source.shape
-    return sample.kind, media_shape, source_shape, sample.prompt is None, sample.group_id is None, sample.fps
+    sound = (None if sample.sound is None else sample.sound.shape[1:], sample.sample_rate)
+    return sample.kind, media_shape, source_shape, sample.prompt is None, sample.group_id is None, sample.fps, sound
 
 
 def request_of(samples: Sequence[WireSample]) -> RewardRequest:
@@ -196,6 +208,14 @@ def _arrays(media: list[Tensor], ids: list[str], pixels: Pixels) -> list[np.ndar
     return found
 
 
+def _sounds(audio: Audios, ids: list[str]) -> list[np.ndarray]:
+    """Waveforms [L] or [L, C] in float32, which holds each number of the shorter types."""
+    if audio.waveform.dtype == torch.float64:
+        raise ContractError(f"sample {ids[0]}: its sound is {audio.waveform.dtype}; sounds travel as float32")
+    waveforms = audio.unpack("waveform")
+    return [np.ascontiguousarray(waveform.detach().to("cpu", torch.float32).numpy()) for waveform in waveforms]
+
+
 def _generated(samples: Sequence[WireSample]) -> Primitive:
     kind = samples[0].kind
     if kind == "text":
@@ -205,7 +225,9 @@ def _generated(samples: Sequence[WireSample]) -> Primitive:
     frames = [_video_channels_first(sample.media) for sample in samples]
     if {each.dtype for each in frames} != {torch.uint8}:
         frames = [pixel_floats(each) for each in frames]
-    return Videos.pack(frames=frames, fps=samples[0].fps)
+    sounds = [torch.from_numpy(np.array(sample.sound)) for sample in samples if sample.sound is not None]
+    audio = Audios.pack(waveform=sounds, sample_rate=samples[0].sample_rate) if sounds else None
+    return Videos.pack(frames=frames, fps=samples[0].fps, audio=audio)
 
 
 def _video_channels_first(array: np.ndarray | str | None) -> Tensor:
