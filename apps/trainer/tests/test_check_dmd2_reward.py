@@ -11,14 +11,14 @@ from unirl.types.errors import ConfigError
 
 from .changed_recipes import changed
 
-SMALL, LARGE = "worlds/shapes/dmd2_reward", "sd3/dmd2_reward"
+SMALL, LARGE, GROUPS = "worlds/shapes/dmd2_reward", "sd3/dmd2_reward", "worlds/shapes/dgpo"
 
 
 @pytest.fixture(scope="module")
 def recipes():
     """The recipes of these tests, resolved once."""
     register_resolvers()
-    return {name: resolve(compose(name)) for name in (SMALL, LARGE)}
+    return {name: resolve(compose(name)) for name in (SMALL, LARGE, GROUPS)}
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,42 @@ def test_a_mistake_is_named_with_its_values_and_the_fix(recipes, name, changes, 
     check_recipe(recipes[name])
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_recipe(changed(recipes[name], changes))
+
+
+@pytest.mark.parametrize("name", [SMALL, GROUPS])
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ({"center": "none"}, "but advantages.center = none. Set advantages.center: group."),
+        ({"center": "batch", "scale": "batch"}, "but advantages.center = batch. Set advantages.center: group."),
+        (
+            {"preset": "batch_whitened"},
+            "but advantages.center = batch (preset batch_whitened). Set advantages.center: gr",
+        ),
+        ({"trim": 2}, "but advantages.trim = 2. Set advantages.trim: 0."),
+        (
+            {"center": "none", "trim": 2},
+            "center = none and advantages.trim = 2. Set advantages.center: group and advantages.trim: 0.",
+        ),
+        (
+            {"_target_": "unirl.algorithms.prompt_statistics.PromptStatistics"},
+            "PromptStatistics does not make. Set advantages._target_: unirl.algorithms.advantages.AdvantageConfig.",
+        ),
+    ],
+)
+def test_advantages_that_are_not_centred_on_their_group_are_refused(recipes, name, advantages, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        check_recipe(changed(recipes[name], {"advantages": advantages}))
+    assert "compares the samples of a group by advantages that sum to 0 there" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [SMALL, GROUPS])
+def test_weights_instead_of_advantages_are_refused_and_other_centred_ones_taken(recipes, name):
+    for kind, number in (("best_of_n", {"num_best": 2}), ("accepted", {"threshold": 0.5})):
+        weights = {"_target_": "unirl.algorithms.sample_weights.SampleWeights", "kind": kind, **number}
+        with pytest.raises(ConfigError, match="SampleWeights makes weights of at least 0") as caught:
+            check_recipe(changed(recipes[name], {"advantages": weights}))
+        assert "that sum to 0 there" not in str(caught.value)
+    for preset in ("flow_grpo_global_std", "rloo", "dr_grpo"):
+        check_recipe(changed(recipes[name], {"advantages": {"preset": preset}}))
+    check_recipe(changed(recipes[name], {"advantages": {"preset": "batch_whitened", "center": "group"}}))

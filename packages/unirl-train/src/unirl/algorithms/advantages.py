@@ -242,6 +242,8 @@ class Advantages(Protocol):
     """True if a sample alone in its group gets no advantage."""
     makes_weights: ClassVar[bool]
     """True if they are weights of at least 0, for methods that fine-tune on their samples."""
+    centres_groups: ClassVar[bool]
+    """True if those of a group sum to 0, where `center` is group."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -285,6 +287,7 @@ class AdvantageConfig:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     needs_groups: ClassVar[bool] = True
     makes_weights: ClassVar[bool] = False
+    centres_groups: ClassVar[bool] = True
 
     preset: str = "flow_grpo"
     center: Scope | None = None

@@ -126,6 +126,8 @@ class StageAlgorithm(ABC):
     """True if the scorers must be differentiable; they come through `use_reward`."""
     learns_value: ClassVar[bool] = False
     """True if it learns what reward to expect, so that advantages must not be centred on their group."""
+    requires_centred_advantages: ClassVar[bool] = False
+    """True if the advantages of each group must sum to 0."""
     requires_reference: ClassVar[bool] = False
     """True if a reference policy is needed whatever the penalty's weight."""
     trains_tokens: ClassVar[bool] = False

@@ -27,7 +27,8 @@ class DGPO(GroupedForwardProcess):
 
     samples_per_group: G, the samples of a prompt that train.
     beta: how soon the loss fades as the group becomes ordered; 10 to 100 in the authors' code.
-    advantage_clip: half-width of the advantages, None leaves them.
+    advantage_clip: half-width of the advantages, None leaves them. Those of a group sum to 0, so that the normaliser of
+        its prompt's optimal policy, which is unknown, cancels.
     trust_radius: a row whose velocity is further than this from the reference's (mean squared) has a gradient only
         while its matching error is on the wrong side of the reference's; None for no bound. As in the code of TDM-R1
         (arXiv 2603.07700), which compares the mean distance of a batch instead of each row's.
@@ -35,6 +36,7 @@ class DGPO(GroupedForwardProcess):
     """
 
     unit_option: ClassVar[str | None] = "samples_per_group"
+    requires_centred_advantages: ClassVar[bool] = True
     requires_reference: ClassVar[bool] = True
 
     def __init__(

@@ -73,6 +73,7 @@ class DMD2WithReward(DMD2):
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.dmd2_reward_rules"
     unit_option: ClassVar[str | None] = "samples_per_group"
+    requires_centred_advantages: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ class InheritedAdvantages:
     recipe_rules: ClassVar[str] = "unirl.algorithms.inherited_rules"
     needs_groups: ClassVar[bool] = False
     makes_weights: ClassVar[bool] = False
+    centres_groups: ClassVar[bool] = False
     counts_tokens: ClassVar[bool] = False
 
     def __call__(

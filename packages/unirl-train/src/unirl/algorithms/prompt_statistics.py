@@ -39,6 +39,7 @@ class PromptStatistics:
 
     needs_groups: ClassVar[bool] = False
     makes_weights: ClassVar[bool] = False
+    centres_groups: ClassVar[bool] = False
 
     def __init__(self, *, buffer_size: PositiveInt = 32, min_count: PositiveInt = 16, eps: NonNegative = 1e-6) -> None:
         if min_count > buffer_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirl.algorithms import correction_rules
+from unirl.algorithms.advantage_presets import PRESETS
 from unirl.types.recipe import Messages, Part, Run
 from unirl.types.sampling_rules import no_stochastic_steps
 
@@ -127,6 +128,31 @@ def weights_are_weights(own: Part, run: Run) -> Messages:
         )
 
 
+def advantages_are_centred(own: Part, run: Run) -> Messages:
+    """A preference within each group gets advantages on both sides of 0."""
+    made = run.advantages
+    if not own.ability("requires_centred_advantages") or made.ability("makes_weights"):
+        return
+    needs = f"{own.name} compares the samples of a group by advantages that sum to 0 there"
+    if not made.ability("centres_groups"):
+        yield (
+            f"{needs}, which {made.name} does not make. Set {made.at}._target_: "
+            "unirl.algorithms.advantages.AdvantageConfig."
+        )
+        return
+    preset, center, trim = made.get("preset"), made.get("center"), made.get("trim")
+    found, fixes = [], []
+    if (center or PRESETS.get(preset, {}).get("center", "group")) != "group":
+        shown = center or f"{PRESETS[preset]['center']} (preset {preset})"
+        found.append(f"{made.at}.center = {shown}")
+        fixes.append(f"{made.at}.center: group")
+    if trim:
+        found.append(f"{made.at}.trim = {trim}")
+        fixes.append(f"{made.at}.trim: 0")
+    if found:
+        yield f"{needs}, but {' and '.join(found)}. Set {' and '.join(fixes)}."
+
+
 def reference_exists(own: Part, run: Run) -> Messages:
     """A penalty or a preference loss has its reference, and a penalty towards an average its average."""
     backend, needed_by = run.policy_of(own).backend, needs_reference(own)
@@ -194,6 +220,7 @@ RULES = (
     reward_has_gradient,
     critic_sees_rewards,
     weights_are_weights,
+    advantages_are_centred,
     *correction_rules.RULES,
     reference_exists,
     units_stay_together,

@@ -74,6 +74,7 @@ class SampleWeights:
 
     needs_groups: ClassVar[bool] = False
     makes_weights: ClassVar[bool] = True
+    centres_groups: ClassVar[bool] = False
 
     def __init__(
         self,
