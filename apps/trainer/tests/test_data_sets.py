@@ -22,7 +22,7 @@ from PIL import Image
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.rules import unreadable
-from unirl.datasets import characters, composed, controls, geneval, heard, motion, ocr, writing
+from unirl.datasets import characters, composed, controls, geneval, heard, motion, ocr, styles, writing
 from unirl.datasets.canny import canny
 from unirl.datasets.catalog import SETS, command_for, set_of
 from unirl.datasets.github import GitHubRepository
@@ -363,6 +363,15 @@ def test_held_out_motion_pairs_a_subject_and_an_action_as_no_training_prompt_doe
     )
     assert not trained & held_out
     assert {row["category"] for row in motion.rows(held_out=True)} == {kind.name for kind in motion.KINDS}
+
+
+def test_held_out_styles_pair_a_subject_and_a_style_as_no_training_prompt_does():
+    trained, held_out = (list(styles.rows(held_out=held_out)) for held_out in (False, True))
+    pairs = [{(row["subject"], row["appearance_style"]) for row in rows} for rows in (trained, held_out)]
+    assert not pairs[0] & pairs[1]
+    for rows in (trained, held_out):
+        assert {row["appearance_style"] for row in rows} == set(styles.STYLES)
+        assert all(row["prompt"].endswith(f", {row['appearance_style']}") for row in rows)
 
 
 def test_beeps_sound_as_their_row_says():

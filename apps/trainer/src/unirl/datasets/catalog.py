@@ -16,10 +16,11 @@ from unirl.datasets.pictures import IMAGE_EDIT, PICTURE_MOTION
 from unirl.datasets.pictures_of_text import HPDV2, PICKSCORE, PREFERENCES, WISE
 from unirl.datasets.questions import AIME24, DAPO_MATH, GEO3K, GSM8K, MATH
 from unirl.datasets.records import PromptSet
+from unirl.datasets.styles import STYLED
 
 SETS = {
     each.name: each
-    for each in (PICKSCORE, HPDV2, WISE, GENEVAL, COMPOSED, OCR, MOTION, IMAGE_EDIT, PICTURE_MOTION)
+    for each in (PICKSCORE, HPDV2, WISE, GENEVAL, COMPOSED, OCR, MOTION, STYLED, IMAGE_EDIT, PICTURE_MOTION)
     + (HOLES, EDGES, CHARACTERS, PREFERENCES, DAPO_MATH, AIME24, GSM8K, MATH, GEO3K, HEARD)
     + BENCHMARKS
 }
