@@ -10,7 +10,7 @@ import pytest
 import torch
 from served_engines import SERVED, marked, nightly
 from shapes_sd3 import direct, push, replay_gap, request
-from tiny_pipelines import save_flux, save_hunyuan_video15, save_qwen_image, save_z_image
+from tiny_pipelines import save_qwen_image
 
 import unirl.worlds.moves
 import unirl.worlds.shapes
@@ -22,6 +22,7 @@ from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
+from unirl.models.tiny import flux1, hunyuan_video15, z_image
 from unirl.models.wan.bundle import WanBundle
 from unirl.models.wan.pipeline import WanPipeline
 from unirl.models.z_image.bundle import ZImageBundle
@@ -43,10 +44,10 @@ LONG = " ".join(["a picture of"] * 8)
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
     "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
-    "flux": (None, save_flux, FluxBundle, FluxPipeline, {**LONGER, "width": 48, "distilled_guidance_scale": 2.0}),
-    "z_image": (None, save_z_image, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
+    "flux": (None, flux1.write, FluxBundle, FluxPipeline, {**LONGER, "width": 48, "distilled_guidance_scale": 2.0}),
+    "z_image": (None, z_image.write, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
     "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
-    "hunyuan_video15": (None, save_hunyuan_video15, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
+    "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
 
@@ -62,7 +63,10 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
 )
 def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
     world, source, bundle, pipeline_class, changes = FAMILIES[name]
-    checkpoint = source(tmp_path / name) if world is None else Path(next(iter(world.__path__))) / source
+    if world is None:
+        source(checkpoint := tmp_path / name)
+    else:
+        checkpoint = Path(next(iter(world.__path__))) / source
     pipeline: Any = pipeline_class(
         bundle(str(checkpoint)), FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0)
     )

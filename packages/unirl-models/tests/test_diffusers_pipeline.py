@@ -20,13 +20,14 @@ from unirl.models.diffusers_pipeline.components import processor, text_encoder, 
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.diffusers_pipeline.text import TextEncoders, ragged
 from unirl.models.embedding_cache import EmbeddingCache
+from unirl.models.tiny.text import t5_encoder
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.media import Images, Primitive, Texts
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
-from .tiny import byte_tokenizer, t5_encoder
+from .tiny import byte_tokenizer
 
 
 class RaggedTextEncoders(TextEncoders):

@@ -8,9 +8,10 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 
 from unirl.models.tiny import text
+from unirl.models.tiny.images import autoencoder_kl
+from unirl.models.tiny.text import clip_encoder, clip_tokenizer, t5_encoder
 
 
 def byte_tokenizer(first: dict[str, int], **special: str) -> Any:
@@ -18,56 +19,9 @@ def byte_tokenizer(first: dict[str, int], **special: str) -> Any:
     return text.byte_tokenizer(first, model_max_length=77, **special)
 
 
-def clip_tokenizer() -> Any:
-    """Bytes first, then begin and end of text, as CLIP's own order has it."""
-    end = "<|endoftext|>"
-    return byte_tokenizer({}, bos_token="<|startoftext|>", eos_token=end, pad_token=end, unk_token=end)
-
-
 def t5_tokenizer() -> Any:
     """T5's special tokens, then bytes."""
     return text.t5_tokenizer(model_max_length=77)
-
-
-def clip_encoder() -> Any:
-    """Two layers of width 16."""
-    config = transformers.CLIPTextConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        projection_dim=16,
-        max_position_embeddings=77,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-        hidden_act="gelu",
-    )
-    return transformers.CLIPTextModelWithProjection(config)
-
-
-def t5_encoder() -> Any:
-    """Two layers of width 48: wider than both CLIP encoders together, as in the real model."""
-    return transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=300, d_model=48, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
-    )
-
-
-def tiny_autoencoder_kl() -> Any:
-    """A factor of 2, four channels."""
-    return diffusers.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        shift_factor=0.0609,
-        scaling_factor=1.5305,
-    )
 
 
 def tiny_sd3(*, has_t5: bool = True) -> Any:
@@ -86,7 +40,7 @@ def tiny_sd3(*, has_t5: bool = True) -> Any:
         out_channels=4,
         pos_embed_max_size=16,
     )
-    vae = tiny_autoencoder_kl()
+    vae = autoencoder_kl()
     pipeline_class: Any = diffusers.StableDiffusion3Pipeline
     pipeline = pipeline_class(
         transformer=transformer,

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from unirl.models.cogvideox.bundle import CogVideoXBundle
 from unirl.models.cogvideox.pipeline import CogVideoXPipeline
+from unirl.models.tiny.text import t5_encoder
 from unirl.sde.variance_preserving import sigma_of
 
-from ..tiny import t5_encoder, t5_tokenizer
+from ..tiny import t5_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
 
 TOKENS = 16

@@ -3,46 +3,16 @@
 from typing import Any
 
 import diffusers
-import transformers
 from torch import Tensor
 
 from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBundle
 from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from unirl.models.patches import packed_2x2, unpacked_2x2
+from unirl.models.tiny.flux1 import parts, pipeline
 from unirl.types.media import ImageLists
 
-from ..tiny import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer, tiny_autoencoder_kl
 from .kit import Family, Published, Request, seeded, stock_call
-from .tiny_parts import certain, dynamic_scheduler, one_picture_each, picture_and_mask_each, to_pil
-
-
-def parts(**changes: Any) -> dict[str, Any]:
-    """One block of each kind."""
-    transformer: dict[str, Any] = {
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
-        "pooled_projection_dim": 16,
-        "axes_dims_rope": (4, 6, 6),
-        "guidance_embeds": True,
-    }
-    return {
-        "scheduler": dynamic_scheduler(),
-        "vae": tiny_autoencoder_kl(),
-        "text_encoder": transformers.CLIPTextModel(clip_encoder().config),
-        "tokenizer": clip_tokenizer(),
-        "text_encoder_2": t5_encoder(),
-        "tokenizer_2": t5_tokenizer(),
-        "transformer": diffusers.FluxTransformer2DModel(**transformer | changes),
-    }
-
-
-def dev() -> Any:
-    pipeline_class: Any = diffusers.FluxPipeline
-    return pipeline_class(**parts())
+from .tiny_parts import certain, one_picture_each, picture_and_mask_each, to_pil
 
 
 def schnell() -> Any:
@@ -114,7 +84,7 @@ FAMILIES = [
         name="flux_dev",
         bundle=FluxBundle,
         pipeline=FluxPipeline,
-        tiny=seeded(dev),
+        tiny=seeded(pipeline),
         params=PARAMS,
         call=call,
         from_stock=from_stock,

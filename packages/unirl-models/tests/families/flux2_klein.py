@@ -8,11 +8,12 @@ from torch import Tensor
 
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
+from unirl.models.tiny.images import dynamic_scheduler
 from unirl.types.media import ImageLists
 
 from ..tiny_text import qwen3, text_tokenizer
 from .kit import Family, Published, Request, seeded
-from .tiny_parts import dynamic_scheduler, pictures, to_pil
+from .tiny_parts import pictures, to_pil
 
 MEANS = torch.linspace(-0.3, 0.3, 16)
 VARIANCES = torch.linspace(0.5, 2.0, 16)

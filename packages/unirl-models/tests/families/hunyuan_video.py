@@ -13,9 +13,9 @@ from unirl.models.hunyuan_video import image_text
 from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle, HunyuanVideoImageBundle
 from unirl.models.hunyuan_video.pipeline import HunyuanVideoImagePipeline, HunyuanVideoPipeline
 from unirl.models.hunyuan_video.text import TEMPLATE, TEMPLATE_TOKENS
+from unirl.models.tiny.text import clip_tokenizer
 from unirl.types.media import Images, Primitive
 
-from ..tiny import clip_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import template_tokenizer
 

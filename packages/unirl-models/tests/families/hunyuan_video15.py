@@ -9,16 +9,11 @@ import transformers
 from unirl.models.diffusers_pipeline.references import as_pil
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
-from unirl.models.tiny.hunyuan_video15 import parts
+from unirl.models.tiny.hunyuan_video15 import parts, pipeline
 from unirl.types.media import Images, Primitive
 
 from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import load_lora_by_model
-
-
-def tiny() -> Any:
-    pipeline_class: Any = diffusers.HunyuanVideo15Pipeline
-    return pipeline_class(**parts())
 
 
 def tiny_i2v() -> Any:
@@ -71,7 +66,7 @@ FAMILIES = [
         name="hunyuan_video15_t2v",
         bundle=HunyuanVideo15Bundle,
         pipeline=HunyuanVideo15Pipeline,
-        tiny=seeded(tiny),
+        tiny=seeded(pipeline),
         params=PARAMS,
         other_size={"height": 8, "width": 24, "num_frames": 9},
         call=call,

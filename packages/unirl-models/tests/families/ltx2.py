@@ -11,10 +11,10 @@ from torch import Tensor
 
 from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
+from unirl.models.tiny.images import dynamic_scheduler
 
 from ..tiny_text import text_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
-from .tiny_parts import dynamic_scheduler
 
 CHANNELS, AUDIO_CHANNELS, MEL_BINS = 8, 2, 4
 """Sizes of latents."""

@@ -8,11 +8,12 @@ from torch import Tensor
 from unirl.models.patches import packed_2x2, unpacked_2x2
 from unirl.models.qwen_image.bundle import QwenImageBundle, QwenImageInpaintBundle
 from unirl.models.qwen_image.pipeline import QwenImageInpaintPipeline, QwenImagePipeline
+from unirl.models.tiny.images import dynamic_scheduler
 from unirl.types.media import ImageLists
 
 from ..tiny_text import qwen_vl, text_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
-from .tiny_parts import certain, dynamic_scheduler, picture_and_mask_each, to_pil
+from .tiny_parts import certain, picture_and_mask_each, to_pil
 
 
 def tiny_vae() -> Any:

@@ -19,12 +19,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from unirl.models.patches import packed_2x2
 from unirl.models.qwen_image_edit.bundle import QwenImageEditBundle, QwenImageEditPlusBundle
 from unirl.models.qwen_image_edit.pipeline import QwenImageEditPipeline
+from unirl.models.tiny.images import dynamic_scheduler
 from unirl.types.media import ImageLists, Images, Primitive
 
 from ..tiny_text import PATCH_SIZE, qwen_vl, text_tokenizer
 from .kit import Family, Published, Request, seeded
 from .qwen_image import from_stock, tiny_transformer, tiny_vae
-from .tiny_parts import dynamic_scheduler
 
 AREA, CONDITION_AREA = 64 * 64, 32 * 32
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from unirl.models.sdxl.bundle import SDXLBundle
 from unirl.models.sdxl.pipeline import SDXLPipeline
+from unirl.models.tiny.text import clip_encoder, clip_tokenizer
 
-from ..tiny import clip_encoder, clip_tokenizer
 from .kit import Family, Published, seeded, stock_call
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from PIL import Image
 from tokenizers import AddedToken
@@ -14,20 +13,6 @@ from unirl.models.diffusers_pipeline.export import LORA_FILE
 from unirl.types.media import ImageLists, Primitive
 
 from ..tiny_text import text_tokenizer
-
-
-def dynamic_scheduler(**changes: Any) -> Any:
-    """Flow matching whose shift follows the resolution."""
-    fields: dict[str, Any] = {
-        "base_image_seq_len": 256,
-        "max_image_seq_len": 4096,
-        "base_shift": 0.5,
-        "max_shift": 1.15,
-        "shift": 1.0,
-        "use_dynamic_shifting": True,
-        "time_shift_type": "exponential",
-    }
-    return diffusers.FlowMatchEulerDiscreteScheduler(**fields | changes)
 
 
 def template_tokenizer(prefix: str, num_tokens: int, marks: Sequence[str] = ()) -> Any:

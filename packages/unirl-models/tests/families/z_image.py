@@ -6,10 +6,10 @@ from typing import Any
 import diffusers
 import transformers
 
+from unirl.models.tiny.images import autoencoder_kl
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.pipeline import ZImagePipeline
 
-from ..tiny import tiny_autoencoder_kl
 from ..tiny_text import qwen3, text_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
 
@@ -21,7 +21,7 @@ def tiny(shift: float) -> Callable[[], Any]:
         pipeline_class: Any = diffusers.ZImagePipeline
         return pipeline_class(
             scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=shift),
-            vae=tiny_autoencoder_kl(),
+            vae=autoencoder_kl(),
             text_encoder=transformers.Qwen3Model(qwen3().config),
             tokenizer=text_tokenizer(),
             transformer=diffusers.ZImageTransformer2DModel(

@@ -17,7 +17,7 @@ from unirl.app.conformance.small_models import write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.models.tiny import hunyuan_video15
+from unirl.models.tiny import flux1, hunyuan_video15, z_image
 
 Recipe = dict[str, Any]  # Any: a recipe's values
 Kind = Literal["latents", "text"]
@@ -43,6 +43,8 @@ MODELS: Mapping[str, Model] = {
     "flux2_klein": Model("latents", "flux2_klein_shapes", "shapes"),
     "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
     "qwen_image": Model("latents", "qwen_image_small", "shapes", write=write_qwen_image),
+    "flux1": Model("latents", "flux1_small", "shapes", write=flux1.write),
+    "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
     "wan21": Model("latents", "wan21_moves", "moves"),
     "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),

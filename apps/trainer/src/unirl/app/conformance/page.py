@@ -13,9 +13,10 @@ Row = Mapping[str, Any]  # Any: JSON
 INTRODUCTION = """# Conformance: what every engine does with every model
 
 Written by `trainer conformance --output docs/reference/conformance.json`, which measures each cell on the small
-models that come with the trainer, in float32 on a CPU; qwen_image is the small Qwen-Image-Edit without images,
-hunyuan_video15 has random weights. `trainer conformance --against docs/reference/conformance.json` ends with status 1
-where a cell got worse: a claim that held and does not, or a number that grew tenfold.
+models that come with the trainer, in float32 on a CPU; qwen_image is the small Qwen-Image-Edit without images;
+flux1, z_image and hunyuan_video15 have random weights.
+`trainer conformance --against docs/reference/conformance.json` ends with status 1 where a cell got worse: a claim that
+held and does not, or a number that grew tenfold.
 
 - learns: two steps change what trains, with finite metrics and a first ratio of 1.
 - full push, adapter push, log-prob gap: largest difference of the engine's log-probs and a replay's by the model that

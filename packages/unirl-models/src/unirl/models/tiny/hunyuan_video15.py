@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video15.text import SYSTEM_PROMPT, TEMPLATE_TOKENS
+from unirl.models.tiny.saving import save_random
 from unirl.models.tiny.text import byt5, chat_tokenizer, qwen_text, t5_tokenizer
 
 with from_extra("diffusers"):
@@ -55,14 +54,12 @@ def parts(**changes: Any) -> dict[str, Any]:
     }
 
 
+def pipeline() -> Any:
+    """diffusers' own pipeline of these parts."""
+    pipeline_class: Any = diffusers.HunyuanVideo15Pipeline
+    return pipeline_class(**parts())
+
+
 def write(folder: Path) -> None:
     """A folder of random weights, seed 0."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = parts()
-    with torch.no_grad():
-        for name, parameter in made["transformer"].named_parameters():
-            if name.endswith("weight") and parameter.dim() == 2:
-                parameter.mul_(2.0)  # or a random model hardly looks at its text
-    pipeline_class: Any = diffusers.HunyuanVideo15Pipeline
-    pipeline_class(**made).save_pretrained(folder)
+    save_random(pipeline, folder)

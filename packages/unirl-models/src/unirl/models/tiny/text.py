@@ -37,10 +37,52 @@ def qwen_text() -> Any:
     )
 
 
+def qwen3_text() -> Any:
+    """Two layers of width 64."""
+    return transformers.Qwen3Model(
+        transformers.Qwen3Config(
+            vocab_size=272,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+        )
+    )
+
+
 def byt5() -> Any:
     """Two layers of width 12 over bytes."""
     return transformers.T5EncoderModel(
         transformers.T5Config(vocab_size=300, d_model=12, d_kv=6, d_ff=16, num_layers=2, num_heads=2)
+    )
+
+
+def clip_encoder() -> Any:
+    """Two layers of width 16."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=16,
+        max_position_embeddings=77,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+        hidden_act="gelu",
+    )
+    return transformers.CLIPTextModelWithProjection(config)
+
+
+def t5_encoder() -> Any:
+    """Two layers of width 48: wider than both CLIP encoders together, as in the real model."""
+    return transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=300, d_model=48, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
     )
 
 
@@ -61,13 +103,27 @@ def t5_tokenizer(**special: Any) -> Any:
     return byte_tokenizer(first, eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **special)
 
 
-def chat_tokenizer(system_prompt: str, num_tokens: int) -> Any:
-    """Bytes, and one word for the beginning of a conversation under `system_prompt`, which has `num_tokens` with it:
-    as many as the real tokenizer makes of it."""
+def clip_tokenizer() -> Any:
+    """As long as CLIP reads: bytes first, then begin and end of text, as CLIP's own order has it."""
+    end = "<|endoftext|>"
+    return byte_tokenizer(
+        {}, model_max_length=77, bos_token="<|startoftext|>", eos_token=end, pad_token=end, unk_token=end
+    )
+
+
+def chat_bytes() -> Any:
+    """Bytes with the template of a conversation."""
     tokenizer = byte_tokenizer(
         {}, eos_token=_END, pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"]
     )
     tokenizer.chat_template = _CHAT
+    return tokenizer
+
+
+def chat_tokenizer(system_prompt: str, num_tokens: int) -> Any:
+    """The same, and one word for the beginning of a conversation under `system_prompt`, which has `num_tokens` with it:
+    as many as the real tokenizer makes of it."""
+    tokenizer = chat_bytes()
     prefix = f"<|im_start|>system\n{system_prompt}{_END}\n<|im_start|>user\n"
     lengths = {place: len(tokenizer(prefix[place:]).input_ids) for place in range(len(prefix))}
     cut = max(place for place, length in lengths.items() if length == num_tokens - 1)
