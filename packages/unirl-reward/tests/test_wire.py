@@ -387,6 +387,52 @@ def test_mp4_is_read_with_its_frame_rate_and_within_limits():
         decode_json(video_body(video_path="clips/a.mp4"), limits)
 
 
+def video_with_track(sound, rate=8_000, kind="matroska", codec="pcm_f32le"):
+    """A video of four frames and a second stream with a sound [L, C]."""
+    av: Any = pytest.importorskip("av")
+    buffer = BytesIO()
+    with av.open(buffer, "w", format=kind) as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        layout = "mono" if sound.shape[1] == 1 else "stereo"
+        track = container.add_stream(codec, rate=rate, layout=layout)
+        for i in range(4):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 40 * i, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        part = av.AudioFrame.from_ndarray(sound.reshape(1, -1), format="flt", layout=layout)
+        part.sample_rate = rate
+        for each in (stream.encode(), track.encode(part), track.encode()):
+            container.mux(each)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_the_sound_of_a_file_in_json_is_read_with_its_rate_and_within_limits(channels):
+    sound = np.random.default_rng(0).uniform(-1, 1, (6_000, channels)).astype(np.float32)
+    body = video_body(video_b64=b64(video_with_track(sound)))
+    [sample] = decode_json(body, Limits()).samples
+    assert isinstance(sample.media, np.ndarray) and sample.media.shape == (4, 16, 32, 3) and sample.fps == 8.0
+    assert isinstance(sample.sound, np.ndarray) and np.array_equal(sample.sound, sound) and sample.sample_rate == 8_000
+    videos = request_of([sample]).generated["video"]
+    assert isinstance(videos, Videos) and videos.audio is not None and videos.audio.waveform.shape == (6_000, channels)
+    num_bytes = 4 * 16 * 32 * 3 + sound.nbytes
+    decode_json(body, Limits(max_media_bytes=num_bytes, max_sound_s=0.75))
+    for limits, message in (
+        (Limits(max_sound_s=0.5), r"the sound of .*video_b64 lasts 0\.\d+ s; the limit is max_sound_s = 0.5"),
+        (Limits(max_media_bytes=num_bytes - 1), "more than max_media_bytes"),
+    ):
+        with pytest.raises(DataError, match=message):
+            decode_json(body, limits)
+    unknown = video_with_track(sound).replace(b"A_PCM/FLOAT/IEEE", b"A_PCM/FLOAT/NONE")
+    with pytest.raises(DataError, match="the sound of .*video_b64 cannot be decoded: its codec is unknown. Encode it"):
+        decode_json(video_body(video_b64=b64(unknown)), Limits())
+    [silent] = decode_json(video_body(video_b64=b64(mp4(2))), Limits()).samples
+    assert silent.sound is None and silent.sample_rate is None
+    aac = video_with_track(sound, kind="mp4", codec="aac")
+    [sample] = decode_json(video_body(video_b64=b64(aac)), Limits()).samples
+    assert isinstance(sample.sound, np.ndarray) and abs(len(sample.sound) - 6_000) <= 2 * 1024
+
+
 def b64(data):
     return base64.b64encode(data).decode()
 

@@ -96,7 +96,10 @@ def _request_schema(settings: ServerSettings) -> dict[str, Any]:  # Any: JSON va
             "text": text,
             "image_b64": base64 | {"description": f"PNG, JPEG or WebP of at most {settings.max_image_pixels} pixels"},
             "video_b64": base64
-            | {"description": f"animated PNG, GIF, WebP, or mp4 with PyAV; at most {settings.max_video_frames} frames"},
+            | {
+                "description": "animated PNG, GIF, WebP, or mp4 with PyAV, with its sound; at most "
+                f"{settings.max_video_frames} frames"
+            },
             "video_path": text | {"description": "a file below server.video_roots"},
             "completion": text | {"description": "a generated text"},
             "fps": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1e6},

@@ -4,14 +4,14 @@
                    "required_rewards": [name, ...], "metadata"?: {...}}]}
 
 The last turn holds what was generated; an earlier one holds the input image of an edit. Beyond that a turn may have
-`completion`, a generated text, and `fps`, and a request `id` and `group_id`.
+`completion`, a generated text, and `fps`, and a request `id` and `group_id`. The sound of a video is that of its file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -179,7 +179,7 @@ def _sample(
         source = turns[0].image()
         if source is None:
             raise DataError(f"{where}.history[0] must have image_b64: before the last turn stands an input image")
-    media, fps = turns[-1].generated() if is_decoded else (None, None)
+    made = turns[-1].generated() if is_decoded else _Made(None)
     # An edit's instruction may stand at either turn.
     texts = [turn.text for turn in reversed(turns) if turn.text] or [turns[-1].text]
     metadata = entry.get("metadata")
@@ -189,13 +189,24 @@ def _sample(
     return WireSample(
         id=str(index) if name is None else name,
         kind=turns[-1].kind(),
-        media=media,
+        media=made.media,
         prompt=texts[0],
         source=source,
         group_id=checked_text(entry.get("group_id"), f"{where}.group_id", limits),
-        fps=fps,
+        fps=made.fps,
+        sound=made.sound,
+        sample_rate=made.sample_rate,
         metadata=metadata,
     )
+
+
+class _Made(NamedTuple):
+    """What a turn holds, as `WireSample` has it."""
+
+    media: np.ndarray | str | None
+    fps: float | None = None
+    sound: np.ndarray | None = None
+    sample_rate: int | None = None
 
 
 class _Turn:
@@ -238,15 +249,16 @@ class _Turn:
     def kind(self) -> Kind:
         return _MEDIA[self._given()]
 
-    def generated(self) -> tuple[np.ndarray | str | None, float | None]:
+    def generated(self) -> _Made:
         given = self._given()
         if given == "image_b64":
-            return self.image(), None
+            return _Made(self.image())
         if given == "completion":
-            return self._text("completion"), None
+            return _Made(self._text("completion"))
         data = self._data("video_b64") if given == "video_b64" else self._from_path()
-        frames, fps = decoded_video(data or b"", f"{self._where}.{given}", self._budget)
-        return frames, checked_fps(self._turn.get("fps"), f"{self._where}.fps") or fps
+        clip = decoded_video(data or b"", f"{self._where}.{given}", self._budget)
+        fps = checked_fps(self._turn.get("fps"), f"{self._where}.fps") or clip.fps
+        return _Made(clip.frames, fps, clip.sound, clip.sample_rate)
 
     def _from_path(self) -> bytes:
         path = self._text("video_path")

@@ -1,6 +1,6 @@
 """Images and videos inside JSON: base64 of files, decoded within limits.
 
-Legend: T frames, H W pixels.
+Legend: T frames, H W pixels, L samples of a waveform, C channels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pybase64
@@ -81,8 +81,21 @@ def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
         return _rgb(picture, where)
 
 
-def decoded_video(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
-    """uint8 [T, H, W, 3] and frames per second of an animated PNG, GIF or WebP, or of what PyAV reads (extra `video`).
+class Clip(NamedTuple):
+    """A decoded video."""
+
+    frames: np.ndarray
+    """uint8 [T, H, W, 3]."""
+    fps: float | None
+    """Frames per second."""
+    sound: np.ndarray | None = None
+    """float32 [L, C]."""
+    sample_rate: int | None = None
+    """Samples per second of the sound."""
+
+
+def decoded_video(data: bytes, where: str, budget: Budget) -> Clip:
+    """An animated PNG, GIF or WebP, or what PyAV reads (extra `video`), with its sound.
 
     Raises DataError, also if PyAV is needed and missing.
     """
@@ -130,7 +143,7 @@ def _rgb(picture: Image.Image, where: str) -> np.ndarray:
         raise DataError(f"{where} is damaged: its pixels cannot be decoded") from error
 
 
-def _animation(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
+def _animation(data: bytes, where: str, budget: Budget) -> Clip:
     with _opened(data, where, ANIMATED_FORMATS, budget) as picture:
         # Of an animated PNG or WebP the header says how many frames there are.
         num_frames: int = getattr(picture, "n_frames", 1) if picture.format != "GIF" else 1
@@ -140,7 +153,7 @@ def _animation(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
             _count_frame(len(frames), picture.width, picture.height, where, budget)
             frames.append(_rgb(frame, where))
         duration_ms = picture.info.get("duration")
-        return frames.whole(), 1000 / duration_ms if duration_ms else None
+        return Clip(frames.whole(), 1000 / duration_ms if duration_ms else None)
 
 
 class _Frames:
@@ -175,6 +188,32 @@ class _Frames:
         self._pixels.resize((num_frames, *self._pixels.shape[1:]), refcheck=False)
 
 
+class _Waveform:
+    """The sound of a video as its parts are decoded. av: PyAV."""
+
+    def __init__(self, av: Any, where: str, budget: Budget) -> None:  # Any: optional, absent where types are checked
+        self._resampler = av.AudioResampler(format="fltp")  # planes of float32, at the rate and channels that it has
+        self._where = f"the sound of {where}"
+        self._budget = budget
+        self._parts: list[np.ndarray] = []
+        self._length = 0
+        self.sample_rate: int | None = None
+
+    def append(self, frame: Any) -> None:  # Any: a frame of PyAV; None for the end
+        for part in self._resampler.resample(frame):
+            samples = part.to_ndarray().T
+            self.sample_rate = part.sample_rate
+            self._length += len(samples)
+            check_sound(self._length, part.sample_rate, self._where, self._budget.limits)
+            self._budget.take(samples.nbytes, self._where)
+            self._parts.append(samples)
+
+    def whole(self) -> np.ndarray | None:
+        """float32 [L, C]; None without any."""
+        self.append(None)
+        return np.concatenate(self._parts) if self._parts else None
+
+
 def _frames(picture: Image.Image, where: str) -> Iterator[Image.Image]:
     walk = iter(ImageSequence.Iterator(picture))
     while True:
@@ -200,7 +239,7 @@ def _check_length(num_frames: int, width: int, height: int, where: str, budget: 
         raise DataError(f"{where} takes more than max_video_bytes = {budget.limits.max_video_bytes} when decoded")
 
 
-def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, float | None]:
+def _container(data: bytes, where: str, budget: Budget) -> Clip:
     try:
         av: Any = importlib.import_module("av")  # Any: optional, absent where types are checked
     except ModuleNotFoundError as error:
@@ -219,7 +258,16 @@ def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
                 raise DataError(f"{where} is not a video that can be decoded: its codec is unknown")
             check_size(stream.codec_context.width, stream.codec_context.height, where, budget.limits)
             frames = _Frames(stream.codec_context.width, stream.codec_context.height)
-            for frame in container.decode(stream):
+            heard = container.streams.audio[:1]
+            if heard and heard[0].codec_context is None:
+                raise DataError(
+                    f"the sound of {where} cannot be decoded: its codec is unknown. Encode it anew or omit it."
+                )
+            waveform = _Waveform(av, where, budget)
+            for frame in container.decode(stream, *heard):
+                if isinstance(frame, av.AudioFrame):
+                    waveform.append(frame)
+                    continue
                 if (frame.width, frame.height) != frames.size:
                     raise DataError(f"{where} has frames of several sizes")
                 if not len(frames):
@@ -227,10 +275,11 @@ def _container(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, flo
                 _count_frame(len(frames), frame.width, frame.height, where, budget)
                 frames.append(frame.to_ndarray(format="rgb24"))
             fps = float(stream.average_rate) if stream.average_rate else None
+            sound = waveform.whole() if heard else None
     except (av.FFmpegError, *_DECODE_ERRORS) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is not a video that can be decoded") from error
     if not len(frames):
         raise DataError(f"{where} has no frames")
-    return frames.whole(), fps
+    return Clip(frames.whole(), fps, sound, waveform.sample_rate)
