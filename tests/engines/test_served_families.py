@@ -1,5 +1,5 @@
 """Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random FLUX.1,
-Z-Image, Qwen-Image and HunyuanVideo 1.5 of two layers."""
+Z-Image, Qwen-Image, HunyuanVideo 1.5 and Wan 2.2 of two layers."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
-from unirl.models.tiny import flux1, hunyuan_video15, z_image
+from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
 from unirl.models.wan.bundle import WanBundle
 from unirl.models.wan.pipeline import WanPipeline
 from unirl.models.z_image.bundle import ZImageBundle
@@ -30,6 +30,7 @@ from unirl.models.z_image.pipeline import ZImagePipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.media import Images, Texts, Videos
+from unirl.types.weights import qualified
 
 pytestmark = [pytest.mark.slow]
 
@@ -39,6 +40,8 @@ KERNELS = Path(__file__).parent / "sglang_cpu_kernels" / "src"
 VIDEO = {"num_frames": 5, "max_sequence_length": 64, "height": 16, "width": 16}
 LONGER = {"max_sequence_length": 128}
 GUIDED = {"guidance_scale": 3.0, "negative_prompt": "bad"}
+GUIDED_TWICE = {**GUIDED, "guidance_scale_2": 2.0}
+EXPERTS = {"num_frames": 5, "max_sequence_length": 64}
 LONG = " ".join(["a picture of"] * 8)
 """Fills more blocks of tokens than the short prompts do, after which Z-Image places its images."""
 FAMILIES: dict[str, Any] = {  # Any: classes of each
@@ -47,6 +50,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux": (None, flux1.write, FluxBundle, FluxPipeline, {**LONGER, "width": 48, "distilled_guidance_scale": 2.0}),
     "z_image": (None, z_image.write, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
     "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
+    "wan22": (None, wan.write_two_experts, WanBundle, WanPipeline, EXPERTS),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
@@ -56,9 +60,9 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     ("engine_name", "name"),
     [
         marked("sglang", "wan"),
-        *(nightly(marked("sglang", name)) for name in ("flux", "flux2_klein", "z_image", "qwen_image")),
+        *(nightly(marked("sglang", name)) for name in ("flux", "flux2_klein", "z_image", "qwen_image", "wan22")),
         marked("vllm_omni", "qwen_image"),
-        *(nightly(marked("vllm_omni", name)) for name in ("flux2_klein", "wan", "hunyuan_video15")),
+        *(nightly(marked("vllm_omni", name)) for name in ("flux2_klein", "wan", "wan22", "hunyuan_video15")),
     ],
 )
 def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
@@ -72,7 +76,8 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
     )
     engine = SERVED[engine_name].start(pipeline, checkpoint)
     try:
-        for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *([GUIDED] if world is None else [])):
+        guided = [] if world is not None else [GUIDED_TWICE if name == "wan22" else GUIDED]
+        for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *guided):
             req = request(pipeline, **changes, **more)
             if world is None:
                 assert isinstance(texts := req.primitives["text"], Texts)
@@ -84,9 +89,13 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
             assert isinstance(track.decoded, Videos if "num_frames" in changes else Images)
             if expected.sde_logp is not None:
                 assert float(replay_gap(pipeline, track).max()) < TOLERANCE
-        weights = {key: tensor * 1.05 for key, tensor in pipeline.bundle.transformer.state_dict().items()}
-        push(engine, weights, 1)
-        pipeline.bundle.transformer.load_state_dict(weights)
+        weights = {
+            component: {key: tensor * (1.05 + 0.05 * number) for key, tensor in module.state_dict().items()}
+            for number, (component, module) in enumerate(pipeline.bundle.trainable_modules().items())
+        }
+        push(engine, qualified(weights), 1)
+        for component, module in pipeline.bundle.trainable_modules().items():
+            module.load_state_dict(weights[component])
         req = request(pipeline, **changes)
         found = engine.generate(req).tracks["image"].segment.latents
         assert float((found - direct(pipeline, req).latents).abs().max()) < TOLERANCE

@@ -104,6 +104,13 @@ def test_what_an_engine_does_not_serve_is_said_before_anything_is_built():
         recipe_of("qwen_image_edit", "sglang", "flow_grpo")
 
 
+def test_a_boundary_that_the_engine_would_not_read_is_refused():
+    recipe = recipe_of("wan22", "sglang", "flow_grpo")
+    recipe["bundle"]["boundary_ratio"] = 0.9
+    with pytest.raises(ConfigError, match=r"bundle.boundary_ratio = 0.9, but SGLangDiffusionEngine reads it in the"):
+        check_recipe(recipe)
+
+
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [
@@ -173,7 +180,7 @@ def test_a_claim_that_an_engine_breaks_is_seen(monkeypatch):
     assert bad["initial latents"] is False and bad["log-prob gap"] > 1e-6
 
 
-NIGHTLY = ("flux1", "z_image")
+NIGHTLY = ("flux1", "z_image", "wan22")
 """Models of which the engines of this process do nothing that they do not do of others."""
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from rollout_fakes import PARAMS, SHAPE, LinearPipeline, request
+from safetensors.torch import save_file
 
 from unirl.rollout.engine.served_latents.call import (
     ECHOED_SIGMAS,
@@ -16,7 +17,9 @@ from unirl.rollout.engine.served_latents.call import (
     sampling_of,
     stored_positions,
 )
+from unirl.rollout.engine.served_latents.folder import boundary_of, pushed_shapes, transformers
 from unirl.rollout.engine.sglang_diffusion.families import SERVED, family_of
+from unirl.rollout.engine.sglang_diffusion.worker_ext import own_tensors
 from unirl.sde import loop
 from unirl.sde.kernels import CPSSDEStrategy, DanceSDEStrategy, DDIMStrategy, FlowSDEStrategy
 from unirl.sde.noise import step_noise
@@ -212,5 +215,33 @@ def test_a_family_that_is_not_served_is_named(tmp_path):
     index.write_text('{"_class_name": "WanPipeline"}')
     assert family_of(tmp_path) is SERVED["WanPipeline"]
     (tmp_path / "transformer_2").mkdir()
+    assert family_of(tmp_path).model_id == "Wan2.2-T2V-A14B-Diffusers"
+    index.write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ConfigError, match=r"has two transformers; the SGLang Diffusion engine .* of one. .*Replica"):
         family_of(tmp_path)
+
+
+def test_two_experts_are_pushed_by_the_names_of_both_and_share_the_levels_of_the_index(tmp_path):
+    index = tmp_path / "model_index.json"
+    index.write_text('{"_class_name": "WanPipeline", "boundary_ratio": 0.875}')
+    for number, name in enumerate(("transformer", "transformer_2"), start=1):
+        assert transformers(tmp_path) == ("transformer", "transformer_2")[: max(1, number - 1)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"proj.weight": torch.zeros(number, 2)}, tmp_path / name / "model.safetensors")
+        if number == 1:
+            assert pushed_shapes(tmp_path) == {"proj.weight": (1, 2)} and boundary_of(tmp_path) is None
+    assert pushed_shapes(tmp_path) == {"transformer/proj.weight": (1, 2), "transformer_2/proj.weight": (2, 2)}
+    assert boundary_of(tmp_path) == 0.875
+    index.write_text('{"_class_name": "WanPipeline"}')
+    with pytest.raises(ConfigError, match="has two transformers and no boundary_ratio in its model_index.json"):
+        boundary_of(tmp_path)
+
+
+def test_each_expert_takes_its_own_tensors_of_the_files_of_both():
+    sent = {"transformer/proj.weight": torch.zeros(1), "transformer_2/proj.weight": torch.ones(1)}
+    for component, value in (("transformer", 0.0), ("transformer_2", 1.0)):
+        found = dict(own_tensors(lambda folder: iter(sent.items()), f"/push/{component}"))
+        assert list(found) == ["proj.weight"] and float(found["proj.weight"]) == value
+    alone = {"transformer_blocks.0.weight": torch.zeros(1)}
+    assert dict(own_tensors(lambda folder: iter(alone.items()), "/push/transformer")) == alone

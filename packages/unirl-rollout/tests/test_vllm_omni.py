@@ -45,7 +45,11 @@ def test_a_checkpoint_that_is_not_served_is_named(tmp_path):
     index.write_text('{"_class_name": "WanPipeline"}')
     assert family_of(tmp_path) is SERVED["WanPipeline"]
     (tmp_path / "transformer_2").mkdir()
-    with pytest.raises(ConfigError, match="has two transformers"):
+    assert family_of(tmp_path) is SERVED["WanPipeline"]
+    index.write_text('{"_class_name": "QwenImagePipeline"}')
+    with pytest.raises(
+        ConfigError, match="has two transformers; the vLLM-Omni engine serves a QwenImagePipeline of one"
+    ):
         family_of(tmp_path)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from unirl.models.diffusers_pipeline.normalisation import standardised
 from unirl.models.diffusers_pipeline.references import as_pil
+from unirl.models.tiny.wan import shared_parts, tiny_transformer, tiny_vae, two_experts
 from unirl.models.wan.bundle import WanAnimateBundle, WanBundle, WanImageBundle, WanVACEBundle
 from unirl.models.wan.pipeline import WanAnimatePipeline, WanImagePipeline, WanPipeline, WanVACEPipeline
 from unirl.types.media import ImageLists, Images, Primitive, Videos
 
-from ..tiny import t5_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
 
 # Counted by the attention of Wan 2.1 I2V.
@@ -27,63 +27,9 @@ PARAMS = {"num_frames": 5, "max_sequence_length": 32}
 OTHER_SIZE = {"height": 32, "width": 48, "num_frames": 9}
 
 
-def tiny_vae(**changes: Any) -> Any:
-    """Factors of 8 and 4 as in the real one; four channels of different mean and deviation."""
-    fields: dict[str, Any] = {
-        "base_dim": 4,
-        "z_dim": 4,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [0.1, -0.2, 0.3, 0.0],
-        "latents_std": [1.5, 0.5, 2.0, 1.0],
-    }
-    return diffusers.AutoencoderKLWan(**fields | changes)
-
-
-def tiny_transformer(**changes: Any) -> Any:
-    """Two layers of two heads."""
-    fields: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 32,
-        "freq_dim": 64,
-        "ffn_dim": 32,
-        "num_layers": 2,
-        "rope_max_seq_len": 32,
-    }
-    return diffusers.WanTransformer3DModel(**fields | changes)
-
-
-def umt5() -> Any:
-    """Two layers of width 32."""
-    return transformers.UMT5EncoderModel(
-        transformers.UMT5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
-    )
-
-
-def shared_parts() -> dict[str, Any]:
-    """What every Wan pipeline has besides its transformers."""
-    return {
-        "scheduler": diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-        "vae": tiny_vae(),
-        "text_encoder": umt5(),
-        "tokenizer": t5_tokenizer(),
-    }
-
-
 def tiny_t2v(**changes: Any) -> Any:
     pipeline_class: Any = diffusers.WanPipeline
     return pipeline_class(transformer=tiny_transformer(), **{**shared_parts(), **changes})
-
-
-def tiny_two_experts() -> Any:
-    # Of five unshifted levels the first three belong to the first expert.
-    return tiny_t2v(transformer_2=tiny_transformer(), boundary_ratio=0.875)
 
 
 def tiny_vae_16() -> Any:
@@ -315,7 +261,7 @@ FAMILIES = [
         name="wan22_t2v",
         bundle=WanBundle,
         pipeline=WanPipeline,
-        tiny=seeded(tiny_two_experts),
+        tiny=seeded(two_experts),
         params=PARAMS | {"guidance_scale_2": 2.0},
         other_size=OTHER_SIZE,
         unguided={"guidance_scale": 1.0, "guidance_scale_2": None},

@@ -17,7 +17,7 @@ from unirl.app.conformance.small_models import write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.models.tiny import flux1, hunyuan_video15, z_image
+from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
 
 Recipe = dict[str, Any]  # Any: a recipe's values
 Kind = Literal["latents", "text"]
@@ -46,6 +46,7 @@ MODELS: Mapping[str, Model] = {
     "flux1": Model("latents", "flux1_small", "shapes", write=flux1.write),
     "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
     "wan21": Model("latents", "wan21_moves", "moves"),
+    "wan22": Model("latents", "wan22_small", "moves", write=wan.write_two_experts),
     "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),

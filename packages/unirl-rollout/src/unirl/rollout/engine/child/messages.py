@@ -13,7 +13,7 @@ from typing import Any
 from unirl.types.errors import ContractError
 from unirl.types.weights import SumKind, WeightSpec
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the messages, incremented with every change. Both sides compare it."""
 
 

@@ -65,6 +65,8 @@ class SampleLatents:
     width: int
     num_frames: int
     guidance_scale: float
+    guidance_scale_2: float | None = None
+    """Guidance scale of the second of two experts; None if it has the first one's."""
     layout: dict[str, Any] = field(default_factory=dict)  # Any: JSON, in the engine's own words
     """Further facts about the tensors that the engine needs."""
 
@@ -84,13 +86,13 @@ def sampling_of(
     engine: str,
     settings: Collection[str] = (),
     *,
-    takes_distilled_guidance: bool = False,
+    served: Collection[str] = (),
 ) -> DiffusionSamplingParams:
     """The request's parameters, checked against what the engine supports.
 
     kernel: the trainer's, used for replay. kernels: those that the engine has. settings: keys of `sampler_kwargs` that
-    the engine knows. takes_distilled_guidance: True if the model has a guidance input. Raises ConfigError naming the
-    setting to change.
+    the engine knows. served: settings that this model has and others have not. Raises ConfigError naming the setting
+    to change.
     """
     params = diffusion_params(req)
     same_kernel(params, kernel)
@@ -103,9 +105,9 @@ def sampling_of(
         ("post_solver", "euler"),
         ("trajectory_precision", "fp32"),
         ("guidance_scale_2", None),
-        *(() if takes_distilled_guidance else (("distilled_guidance_scale", None),)),
+        ("distilled_guidance_scale", None),
     ):
-        if getattr(params, name) != neutral:
+        if name not in served and getattr(params, name) != neutral:
             raise ConfigError(
                 f"sampling.{name} = {getattr(params, name)} is not served by {engine}. Set it to "
                 f"{'null' if neutral is None else neutral}, or sample with the trainside or replica engine."
@@ -148,6 +150,7 @@ def latents_call(
         width=params.width,
         num_frames=params.num_frames,
         guidance_scale=params.guidance_scale,
+        guidance_scale_2=params.guidance_scale_2,
     )
     return call, starting_latents(recipe)
 

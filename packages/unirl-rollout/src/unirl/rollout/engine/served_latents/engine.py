@@ -70,8 +70,8 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
     _modality: Modality
     _settings: frozenset[str] = frozenset()
     """Keys of `sampler_kwargs` that the engine knows."""
-    _takes_distilled_guidance: bool = False
-    """True if the engine's model takes `distilled_guidance_scale` as an input."""
+    _served: frozenset[str] = frozenset()
+    """Sampling settings of the engine's model that others have not: `distilled_guidance_scale`, `guidance_scale_2`."""
 
     @abstractmethod
     def _inputs(
@@ -133,7 +133,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
             self.kernels,
             self.codec.engine,
             self._settings,
-            takes_distilled_guidance=self._takes_distilled_guidance,
+            served=self._served,
         )
         with torch.no_grad():
             conditions = self._pipeline.encode(req.primitives, params)

@@ -7,23 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from unirl.rollout.engine.checkpoint import checkpoint_shapes
 from unirl.rollout.engine.child.messages import Message, Start
 from unirl.rollout.engine.child.weights_host import WeightsHost
 from unirl.rollout.engine.push import CompletePush, PushReceiver
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
+from unirl.rollout.engine.served_latents.folder import pushed_shapes
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightBucket
-
-TRANSFORMER = "transformer"
-"""Name of the denoising component and of its folder."""
 
 
 class LatentsHost(WeightsHost):
     """Answers the messages of `ServedLatentsEngine` with an engine that a subclass has started.
 
     dtype: of the engine's weights, such as "torch.bfloat16". shapes: of the tensors that a push must have; None takes
-        those of a pipeline's transformer.
+        those of a pipeline's transformers.
     """
 
     engine: ClassVar[str]
@@ -31,7 +28,7 @@ class LatentsHost(WeightsHost):
 
     def __init__(self, start: Start, dtype: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self._scratch = Path(start.scratch_dir)
-        expected = checkpoint_shapes(Path(start.model) / TRANSFORMER) if shapes is None else shapes
+        expected = pushed_shapes(Path(start.model)) if shapes is None else shapes
         self._pushes = PushReceiver(expected, dtype, start.policy_version)
         self._paths: list[str] = []
         self._sent: dict[str, str] = {}

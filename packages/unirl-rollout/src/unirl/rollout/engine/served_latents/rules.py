@@ -47,6 +47,16 @@ def kernel_is_served(kernels: tuple[str, ...]) -> Rule:
     return rule
 
 
+def experts_switch_as_released(own: Part, run: Run) -> Messages:
+    """Two experts share the noise levels as the checkpoint says, which is what the engine reads."""
+    if (boundary := run.policy.bundle.get("boundary_ratio")) is not None:
+        at = run.policy.bundle.at
+        yield (
+            f"{at}.boundary_ratio = {boundary}, but {own.name} reads it in the checkpoint's model_index.json. Take it "
+            f"out, write it there, or set {own.at}._target_: {REPLICA}."
+        )
+
+
 def sampling_is_served(own: Part, run: Run) -> Messages:
     """The engine supports all sampling settings of the recipe."""
     for name, neutral in (("post_solver", "euler"), ("trajectory_precision", "fp32")):

@@ -14,6 +14,7 @@ from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
+from unirl.rollout.engine.served_latents.folder import transformers
 from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import CODEC, Ready
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
@@ -76,7 +77,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         self._forward_batch_size = forward_batch_size
         self._track = track
         self._modality = self._family.modality
-        self._takes_distilled_guidance = self._family.takes_distilled_guidance
+        self._served = self._family.settings | (frozenset() if len(transformers(folder)) == 1 else {"guidance_scale_2"})
         self._dtype = dtype_named(own.dtype, "engine.dtype")
         self._drops_text_encoders = drop_text_encoders
         options = {

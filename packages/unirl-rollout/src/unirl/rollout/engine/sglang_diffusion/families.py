@@ -6,13 +6,13 @@ Legend: B samples, K stored positions, L tokens, D width, p pixels on a side of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from unirl.rollout.engine.served_latents.folder import served_class
+from unirl.rollout.engine.served_latents.folder import served_class, transformers
 from unirl.rollout.engine.served_latents.tokens import from_tokens
 from unirl.rollout.engine.sglang_diffusion.rules import WITHOUT_TOKEN_SPLITS, token_splits
 from unirl.types.conditions import Condition, TextEmbedCondition
@@ -37,10 +37,13 @@ class Family:
     """p if latents are [B, L, C p p] between steps, 0 if they stay [B, C, ...]."""
     frames_axis: int | None = None
     """Axis of the single frame in SGLang's initial latents of an image; None if they have no such axis."""
-    takes_distilled_guidance: bool = False
-    """True if checkpoints may take the guidance scale as an input (guidance distillation)."""
+    settings: frozenset[str] = frozenset()
+    """Sampling settings that other families have not: `distilled_guidance_scale` if checkpoints may take the guidance
+    scale as an input (guidance distillation)."""
     unguided_scale: float = 1.0
     """SGLang's guidance scale for samples without guidance."""
+    model_id_of_two: str | None = None
+    """SGLang's name for a folder of two experts."""
     splits_tokens: bool = True
     """True if SGLang can split the tokens of a latent over devices. Its SD3 gives each part the positions of a whole
     latent and silently samples another image."""
@@ -129,10 +132,17 @@ def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplin
 
 SERVED: Mapping[str, Family] = {
     "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text, splits_tokens=False),
-    "FluxPipeline": Family("FLUX.1-dev", _pooled_and_fixed_text, token_side=2, takes_distilled_guidance=True),
+    "FluxPipeline": Family(
+        "FLUX.1-dev", _pooled_and_fixed_text, token_side=2, settings=frozenset({"distilled_guidance_scale"})
+    ),
     "Flux2KleinPipeline": Family("FLUX.2-klein-4B", _fixed_text, token_side=1),
     "QwenImagePipeline": Family("Qwen-Image", _ragged_text, token_side=2, frames_axis=1),
-    "WanPipeline": Family("Wan2.1-T2V-1.3B-Diffusers", _padded_text, modality=Modality.VIDEO),
+    "WanPipeline": Family(
+        "Wan2.1-T2V-1.3B-Diffusers",
+        _padded_text,
+        modality=Modality.VIDEO,
+        model_id_of_two="Wan2.2-T2V-A14B-Diffusers",
+    ),
     "ZImagePipeline": Family("Z-Image", _ragged_text, frames_axis=2, unguided_scale=0.0),
 }
 """Pipeline class in a checkpoint's index -> family."""
@@ -140,4 +150,7 @@ SERVED: Mapping[str, Family] = {
 
 def family_of(folder: Path) -> Family:
     """The family of a pipeline folder. Raises ConfigError if it is not in `SERVED`."""
-    return SERVED[served_class(folder, SERVED, "SGLang Diffusion")]
+    family = SERVED[served_class(folder, SERVED, "SGLang Diffusion")]
+    if family.model_id_of_two is None or len(transformers(folder)) == 1:
+        return family
+    return replace(family, model_id=family.model_id_of_two)

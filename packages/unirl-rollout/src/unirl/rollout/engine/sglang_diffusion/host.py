@@ -28,7 +28,8 @@ from unirl.rollout.engine.served_latents.call import (
     SampledLatents,
     SampleLatents,
 )
-from unirl.rollout.engine.served_latents.host import TRANSFORMER, LatentsHost
+from unirl.rollout.engine.served_latents.folder import TRANSFORMER, boundary_of, transformers
+from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
 from unirl.rollout.engine.sglang_diffusion.worker_ext import CHECKSUM, DESCRIBE, GIVEN
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
@@ -38,6 +39,8 @@ _NO_DENSITY = {"sde": False, "cps": True, "ode": True}
 """SGLang's kernels -> True if their log-prob omits the Gaussian's constants."""
 _MERGED = re.compile(r"Updated (\d+) LoRA layers .*skipped (\d+) unknown")
 _WATCH_S = 0.5
+_LEVELS = 1000.0
+"""SGLang counts noise levels in thousandths."""
 
 
 class EngineHost(LatentsHost):
@@ -49,6 +52,7 @@ class EngineHost(LatentsHost):
     def __init__(self, start: Start) -> None:
         self._sgl = _SGLang()
         self._folder = Path(start.model)
+        self._transformers, self._boundary = transformers(self._folder), boundary_of(self._folder)
         options = dict(start.engine_args)
         # Engines that start at the same time on one host would all find SGLang's default ports free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
@@ -84,6 +88,7 @@ class EngineHost(LatentsHost):
             num_frames=call.num_frames,
             num_inference_steps=len(call.sigmas) - 1,
             guidance_scale=call.guidance_scale,
+            **self._second_guidance(call),
             cfg_normalization=0.0,
             seed=0,
             generator_device="cpu",
@@ -125,6 +130,19 @@ class EngineHost(LatentsHost):
         save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
         return SampledLatents(self._pushes.policy_version, str(path))
 
+    def _second_guidance(self, call: SampleLatents) -> dict[str, float]:
+        """Guidance scale of the second expert. Raises ContractError for a level that SGLang gives to another expert."""
+        if self._boundary is None:
+            return {}
+        for sigma in call.sigmas[:-1]:
+            if (int(_LEVELS * sigma) >= _LEVELS * self._boundary) != (sigma >= self._boundary):
+                raise ContractError(
+                    f"the noise level {sigma} is above the boundary {self._boundary} of {self._folder.name}, and "
+                    "SGLang, which cuts levels to thousandths, would give it to the second expert. Change the number "
+                    "of steps."
+                )
+        return {"guidance_scale_2": call.guidance_scale if call.guidance_scale_2 is None else call.guidance_scale_2}
+
     def _scheduler(self, sigmas: list[float]) -> Any:  # Any: SGLang's own
         """A scheduler that uses these sigmas verbatim; SGLang's own would shift them again."""
         scheduler = self._sgl.scheduler(shift=1.0)
@@ -138,14 +156,19 @@ class EngineHost(LatentsHost):
     def _load(self, paths: Sequence[str]) -> int:
         folder = self._scratch / "push"
         shutil.rmtree(folder, ignore_errors=True)
-        (folder / TRANSFORMER).mkdir(parents=True)
-        for entry in (*self._folder.glob("*.json"), *(self._folder / TRANSFORMER).glob("*.json")):
-            if not entry.name.endswith(".index.json"):
-                shutil.copy(entry, folder / entry.relative_to(self._folder))
-        for number, path in enumerate(paths):
-            os.link(path, folder / TRANSFORMER / f"diffusion_pytorch_model-{number:05d}.safetensors")
-        request = self._sgl.structs.UpdateWeightFromDiskReqInput(model_path=str(folder), target_modules=[TRANSFORMER])
-        self._must(request)
+        for component in (".", *self._transformers):
+            (folder / component).mkdir(parents=True)
+            for entry in (self._folder / component).glob("*.json"):
+                if not entry.name.endswith(".index.json"):
+                    shutil.copy(entry, folder / component / entry.name)
+        for component in self._transformers:  # every file holds tensors of all, see `worker_ext.own_tensors`
+            for number, path in enumerate(paths):
+                os.link(path, folder / component / f"diffusion_pytorch_model-{number:05d}.safetensors")
+        self._must(
+            self._sgl.structs.UpdateWeightFromDiskReqInput(
+                model_path=str(folder), target_modules=list(self._transformers)
+            )
+        )
         # The folder is kept: SGLang loads it again if a later load fails.
         return self._facts["num_parameters"]
 
@@ -158,23 +181,40 @@ class EngineHost(LatentsHost):
         acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
         proves = acts and not self._is_adapter_proved
         before = self._checksums() if proves else []
-        said = self._must(
-            self._tensor_request(
-                tensors, weight_update_mode="lora_merge", lora_alpha=config["lora_alpha"], lora_rank=config["r"]
+        said = ""
+        for component, own in self._by_component(tensors).items():
+            said = self._must(
+                self._tensor_request(
+                    component,
+                    own,
+                    weight_update_mode="lora_merge",
+                    lora_alpha=config["lora_alpha"],
+                    lora_rank=config["r"],
+                )
             )
-        )
-        counted = _MERGED.match(said)
-        if counted is None or (2 * int(counted[1]), int(counted[2])) != (len(tensors), 0):
-            raise WeightSyncError(f"an adapter of {len(tensors) // 2} layers was sent, SGLang says: {said}")
+            counted = _MERGED.match(said)
+            if counted is None or (2 * int(counted[1]), int(counted[2])) != (len(own), 0):
+                raise WeightSyncError(f"an adapter of {len(own) // 2} layers was sent, SGLang says: {said}")
         if any(old == new for old, new in zip(before, self._checksums() if proves else [], strict=True)):
             raise WeightSyncError(f"the adapter changed none of SGLang's weights on a rank, although it says: {said}")
         self._is_adapter_proved |= acts
         return len(tensors) // 2
 
-    def _tensor_request(self, tensors: Mapping[str, Tensor], **options: Any) -> Any:  # Any: SGLang's own
-        payload = self._sgl.serialize({TRANSFORMER: list(tensors.items())}, output_str=True)
+    def _by_component(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """The tensors of each transformer under its own names."""
+        if len(self._transformers) == 1:
+            return {TRANSFORMER: dict(tensors)}
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            component, _, own = name.partition("/")
+            found.setdefault(component, {})[own] = tensor
+        return found
+
+    # Any, below: SGLang's own.
+    def _tensor_request(self, component: str, tensors: Mapping[str, Tensor], **options: Any) -> Any:
+        payload = self._sgl.serialize({component: list(tensors.items())}, output_str=True)
         return self._sgl.structs.UpdateWeightFromTensorReqInput(
-            serialized_named_tensors=[payload], target_modules=[TRANSFORMER], **options
+            serialized_named_tensors=[payload], target_modules=[component], **options
         )
 
     def _facts_of(self, module: str) -> str:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
+from unirl.rollout.engine.served_latents.rules import (
+    experts_switch_as_released,
+    family_is_served,
+    kernel_is_served,
+    sampling_is_served,
+)
 from unirl.types.recipe import Messages, Part, Run
 
 WITHOUT_TOKEN_SPLITS = (
@@ -31,5 +36,6 @@ RULES = (
     family_is_served(("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle")),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,
+    experts_switch_as_released,
     tokens_are_together,
 )

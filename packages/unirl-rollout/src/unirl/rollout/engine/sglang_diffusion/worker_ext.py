@@ -11,6 +11,8 @@ import gc
 import importlib
 import json
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -34,6 +36,7 @@ own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
+_EXPERTS = ("transformer", "transformer_2")
 _ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds")
 """Fields of a request that its encoded prompts are in. SGLang moves initial latents to its device, but these not."""
 _LEVELS = 1000.0
@@ -56,6 +59,7 @@ def register() -> None:
         (f"{worker}.update_weights_from_disk", load_on_all),
         (f"{worker}.update_weights_from_tensor", load_on_all),
         (f"{post_training}.weights_updater.load_weights_into_model", load_all),
+        (f"{post_training}.weights_updater._get_weights_iter", own_tensors),
     ):
         plugins.HookRegistry.register(target, hook, plugins.HookType.AROUND)
 
@@ -116,32 +120,48 @@ def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> An
 def describe(checksums: Any, worker: Any, module_names: list[str] | None = None) -> dict[str, str]:
     """Answer `DESCRIBE` or `CHECKSUM`; otherwise SGLang's checksums, concatenated over ranks."""
     if module_names == [CHECKSUM]:
-        return {CHECKSUM: " ".join(_of_all_ranks(_checksum(worker.pipeline.get_module("transformer"))))}
+        return {CHECKSUM: " ".join(_of_all_ranks(_checksum(_transformers(worker.pipeline))))}
     if module_names != [DESCRIBE]:
         found = _of_all_ranks(checksums(worker, module_names=module_names))
         return {name: " ".join(rank[name] for rank in found) for name in found[0]}
-    transformer = worker.pipeline.get_module("transformer")
-    parameters = dict(transformer.named_parameters())
+    transformers = _transformers(worker.pipeline)
+    parameters = [parameter for each in transformers for parameter in each.parameters()]
     sizes: Counter[str] = Counter()
-    for tensor in parameters.values():
+    for tensor in parameters:
         sizes[str(tensor.dtype)] += tensor.numel()
     found = {
         "pipeline": _path(worker.pipeline),
-        "transformer": _path(transformer),
+        "transformer": _path(transformers[0]),
         "dtype": sizes.most_common(1)[0][0],
         "num_parameters": sum(_of_all_ranks(len(parameters))),
     }
     return {DESCRIBE: json.dumps(found)}
 
 
-def _checksum(transformer: Any) -> str:
+def _transformers(pipeline: Any) -> list[Any]:
+    """The model that denoises, or its two experts."""
+    found = [pipeline.get_module(name) for name in _EXPERTS]
+    return [each for each in found if each is not None]
+
+
+def _checksum(transformers: list[Any]) -> str:
     """Checksum of all parameters of this rank, offloaded ones included."""
     offload: Any = importlib.import_module(f"{_ROOT}.managers.memory_managers.layerwise_offload")
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(offload.iter_materialized_weights(transformer), key=lambda item: item[0]):
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        digest.update(f"{name} {tensor_checksum(own)}\n".encode())
+    for transformer in transformers:
+        for name, tensor in sorted(offload.iter_materialized_weights(transformer), key=lambda item: item[0]):
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            digest.update(f"{name} {tensor_checksum(own)}\n".encode())
     return digest.hexdigest()
+
+
+def own_tensors(read: Any, weights_dir: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one component. Files of a push to two experts hold tensors of both, as "component/name"."""
+    component = Path(weights_dir).name
+    for name, tensor in read(weights_dir):
+        owner, _, own = name.rpartition("/")
+        if owner in ("", component):
+            yield own, tensor
 
 
 def load_on_all(update: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class GivenBagelPipeline(SamplesGivenLatents, _PIPELINE.BagelPipeline):
     """Samples the images that a request's file describes. The decoder with its latent projections is the only
     module."""
 
-    weight_prefix: ClassVar[str] = LANGUAGE
+    weight_prefix = LANGUAGE
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:  # Any: vLLM-Omni's own
         nn.Module.__init__(self)

@@ -14,6 +14,7 @@ from unirl.rollout.engine.child.messages import Message, MessageCodec
 from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
+from unirl.rollout.engine.served_latents.folder import transformers
 from unirl.rollout.engine.vllm_omni.families import family_of, text_tensors
 from unirl.rollout.engine.vllm_omni.messages import CODEC, Ready
 from unirl.rollout.engine.written_for import VLLM_OMNI
@@ -85,6 +86,8 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._track = track
         self._modality = self._family.modality
         self._settings = self._family.settings
+        if len(transformers(folder)) > 1:
+            self._served = frozenset({"guidance_scale_2"})
         if own.max_lora_rank is not None and not self._family.takes_adapters:
             raise ConfigError(
                 f"engine.max_lora_rank = {own.max_lora_rank}: adapters of {folder.name} cannot be pushed to vLLM-Omni "

@@ -105,7 +105,8 @@ class EngineHost(LatentsHost):
         native = NATIVE[served_class(self._model, NATIVE, self.engine)]
         name, weights = native.layer_name, "adapter_model.safetensors"
         own.mkdir()
-        save_file({name(key): tensor for key, tensor in load_file(sent / weights).items()}, own / weights)
+        tensors = load_file(sent / weights)
+        save_file({name(key).replace("/", "."): tensor for key, tensor in tensors.items()}, own / weights)
         renamed = {**config, "target_modules": [name(layers) for layers in config["target_modules"]]}
         (own / "adapter_config.json").write_text(json.dumps(renamed), encoding="utf-8")
         return own

@@ -9,7 +9,7 @@ of a row, L tokens of its image.
 from __future__ import annotations
 
 import importlib
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ MODEL, HEAD = "model.", "lm_head."
 class GivenHunyuanImage3Pipeline(SamplesGivenLatents, _PIPELINE.HunyuanImage3Pipeline):
     """Samples the images that a request's file describes."""
 
-    weight_prefix: ClassVar[str] = ""
+    weight_prefix = ""
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:  # Any: vLLM-Omni's own
         super().__init__(od_config)

@@ -9,20 +9,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unirl.rollout.engine.served_latents.call import SampleLatents
-from unirl.rollout.engine.served_latents.folder import served_class
+from unirl.rollout.engine.served_latents.folder import (
+    SECOND_EXPERT,
+    TRANSFORMER,
+    boundary_of,
+    served_class,
+    transformers,
+)
 from unirl.rollout.engine.vllm_omni.families import NEGATIVE
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text, Texts
 from unirl.sde.loop import Velocity
-
-TRANSFORMER = "transformer."
-"""Prefix of the transformer's weight names."""
 
 _DIFFUSION = "vllm_omni.diffusion"
 _CFG_PARALLEL: Any = importlib.import_module(f"{_DIFFUSION}.distributed.cfg_parallel").CFGParallelMixin
@@ -32,10 +35,7 @@ _device: Any = importlib.import_module(f"{_DIFFUSION}.distributed.utils").get_lo
 
 
 class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
-    """Samples the latents that a request's file describes. The transformer is the only module."""
-
-    weight_prefix: ClassVar[str] = TRANSFORMER
-    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    """Samples the latents that a request's file describes. The transformers are the only modules."""
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:  # Any: vLLM-Omni's own
         super().__init__()
@@ -43,28 +43,32 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         self.od_config = od_config
         self.device = _device()
         self.native = NATIVE[served_class(folder, NATIVE, "vLLM-Omni")]
-        self.transformer = self.native.build(od_config)
+        self.boundary = boundary_of(folder)
+        self._dit_modules = list(transformers(folder))
+        for name in self._dit_modules:
+            setattr(self, name, self.native.build(od_config, folder / name))
+        # A push names the component where there are two.
+        self.weight_prefix = "" if len(self._dit_modules) > 1 else f"{TRANSFORMER}."
         self.weights_sources = [
-            _LOADER.ComponentSource(
-                model_or_path=od_config.model, subfolder="transformer", revision=None, prefix=TRANSFORMER
-            )
+            _LOADER.ComponentSource(model_or_path=od_config.model, subfolder=name, revision=None, prefix=f"{name}.")
+            for name in self._dit_modules
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load tensors under the checkpoint's names; returns the names of parameters and buffers that took one."""
-        return _WEIGHTS_LOADER(self).load_weights(weights)
+        return _WEIGHTS_LOADER(self).load_weights((name.replace("/", "."), tensor) for name, tensor in weights)
 
-    def predict_noise(self, **inputs: Any) -> Tensor:
+    def predict_noise(self, transformer: Any, **inputs: Any) -> Tensor:  # Any: vLLM-Omni's own
         """Velocity of one guidance branch, in float32 as in the trainer."""
-        return self.transformer(**inputs, return_dict=False)[0].float()
+        return transformer(**inputs, return_dict=False)[0].float()
 
     @property
     def pushed_modules(self) -> dict[str, nn.Module]:
-        """The transformer."""
-        return {TRANSFORMER: self.transformer}
+        """The transformers."""
+        return {f"{name}.": getattr(self, name) for name in self._dit_modules}
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """Velocity of the transformer, guided if there is a negative prompt."""
+        """Velocity of the transformer of each level, guided if there is a negative prompt."""
         dtype = self.od_config.dtype
         texts = {slot: _text(tensors, slot, dtype) for slot in {name.rsplit(".", 1)[0] for name in tensors}}
         without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}
@@ -72,13 +76,21 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
         def velocity(x: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
             del step_B
+            is_second = self.boundary is not None and bool(sigma_B[0] < self.boundary)
+            transformer: Any = getattr(self, SECOND_EXPERT if is_second else TRANSFORMER)
+            scale = call.guidance_scale_2 if is_second else None
+
+            def inputs(branch: Texts) -> dict[str, Any]:
+                return {
+                    "transformer": transformer,
+                    **self.native.inputs(x.to(dtype), sigma_B, branch, transformer),
+                }
+
             out = self.predict_noise_maybe_with_cfg(
                 do_true_cfg=bool(without),
-                true_cfg_scale=call.guidance_scale,
-                positive_kwargs=self.native.inputs(x.to(dtype), sigma_B, conditional, self.transformer),
-                negative_kwargs=(
-                    self.native.inputs(x.to(dtype), sigma_B, without, self.transformer) if without else None
-                ),
+                true_cfg_scale=call.guidance_scale if scale is None else scale,
+                positive_kwargs=inputs(conditional),
+                negative_kwargs=inputs(without) if without else None,
                 cfg_normalize=self.native.normalises_guidance,
             )
             return self.native.velocity(out, x.shape)

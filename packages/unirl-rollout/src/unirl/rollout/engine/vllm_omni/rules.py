@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from unirl.rollout.engine.served_latents.rules import family_is_served, kernel_is_served, sampling_is_served
+from unirl.rollout.engine.served_latents.rules import (
+    experts_switch_as_released,
+    family_is_served,
+    kernel_is_served,
+    sampling_is_served,
+)
 from unirl.types.recipe import Messages, Part, Run
 
 BUNDLES = (
@@ -35,5 +40,6 @@ RULES = (
     family_is_served(BUNDLES),
     kernel_is_served(KERNELS),
     sampling_is_served,
+    experts_switch_as_released,
     pushes_are_whole,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,7 @@ class SamplesGivenLatents:
     velocity."""
 
     device: torch.device
-    weight_prefix: ClassVar[str]
+    weight_prefix: str
     """Prefix added to the names of pushed weights when they are loaded."""
 
     @property

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 
 _MODELS = "vllm_omni.diffusion.models"
@@ -60,11 +63,12 @@ class Native:
             name = name.replace(theirs, own)
         return name
 
-    def build(self, od_config: Any) -> Any:  # Any: vLLM-Omni's own
-        """The transformer of a vLLM-Omni configuration, without weights."""
+    def build(self, od_config: Any, folder: Path) -> Any:  # Any: vLLM-Omni's own
+        """The transformer of a component's folder under a vLLM-Omni configuration, without weights."""
         model_class = getattr(importlib.import_module(f"{_MODELS}.{self.module}"), self.name)
         utils = importlib.import_module("vllm_omni.diffusion.utils.tf_utils")
-        sizes = utils.get_transformer_config_kwargs(od_config.tf_model_config, model_class)
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        sizes = utils.get_transformer_config_kwargs(type(od_config.tf_model_config).from_dict(config), model_class)
         own = {"od_config": od_config, "quant_config": od_config.quantization_config}
         taken = inspect.signature(model_class.__init__).parameters
         return model_class(
