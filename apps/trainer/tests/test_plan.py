@@ -39,6 +39,11 @@ def test_a_call_takes_the_longer_of_computing_and_of_memory() -> None:
     assert slow == pytest.approx(large / (67e12 * MATRIX_SHARE), rel=0.01)
 
 
+def test_the_host_starts_what_a_device_computes() -> None:
+    assert H100.is_started(call(1)) and H100.is_started(call(0, 1))
+    assert not H100.is_started(call()) and not H100.is_started(call(0, 1, on_host=True))
+
+
 def test_small_products_do_not_fill_a_device() -> None:
     assert H100.seconds(call(10**10)) > 2 * 10**10 / (989e12 * MATRIX_SHARE)
 

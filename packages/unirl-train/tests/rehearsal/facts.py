@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
+from unirl.rehearsal.kernels import kernels_of
 from unirl.rehearsal.ledger import HOST
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.repeats import Repeats
@@ -112,6 +113,37 @@ def attention(mode: Rehearsal) -> dict[str, Any]:
     return found
 
 
+def attention_of_a_cpu(mode: Rehearsal) -> dict[str, Any]:
+    """Strides of results and kernels of attention in float32, of the pretend device and of the real one. The arguments
+    are views of a batch whose heads come last, and as they are."""
+    mask = torch.ones(2, 1, 5, 7, dtype=torch.bool)
+    cases: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+        "plain": ((2, 4, 5, 8), (2, 4, 7, 8), {}),
+        "masked": ((2, 4, 5, 8), (2, 4, 7, 8), {"attn_mask": mask}),
+        "causal": ((2, 4, 5, 8), (2, 4, 5, 8), {"is_causal": True}),
+        "shared heads": ((2, 4, 5, 8), (2, 2, 7, 8), {"enable_gqa": True}),
+        "without a batch": ((4, 5, 8), (4, 7, 8), {}),
+    }
+    found: dict[str, Any] = {}
+    for name, (of_query, of_key, options) in cases.items():
+        for device in ("cpu", PRETEND):
+            query, key = torch.zeros(of_query, device=device), torch.zeros(of_key, device=device)
+            on_device = {key: each.to(device) if isinstance(each, Tensor) else each for key, each in options.items()}
+            mode.enter_phase(f"{name} on {device}")
+            with kernels_of("cpu"):
+                whole = F.scaled_dot_product_attention(query, key, key, **on_device)
+                heads_last = query.transpose(-3, -2).contiguous().transpose(-3, -2)
+                view = F.scaled_dot_product_attention(heads_last, key, key, **on_device)
+            calls_of = mode.counts.operators[f"{name} on {device}"]
+            kernels = sorted({call.name for call in calls_of if "dot_product" in call.name})
+            found.setdefault(name, []).append([whole.stride(), view.stride(), kernels])
+    query = torch.zeros(2, 4, 5, 8, device=PRETEND, requires_grad=True)
+    with kernels_of("cpu"):
+        F.scaled_dot_product_attention(query, query, query).sum().backward()
+    found["gradient"] = None if query.grad is None else list(query.grad.shape)
+    return found
+
+
 def autocast() -> list[str]:
     """Dtypes of a product, a norm and a sum of unlike ones within autocast to bfloat16."""
     with torch.device(PRETEND):
@@ -144,7 +176,7 @@ def sharded(mode: Rehearsal) -> dict[str, Any]:
 
 def _launches(mode: Rehearsal, phase: str) -> int:
     """Calls that compute or write."""
-    return sum(times for call, times in mode.counts.operators[phase].items() if not (call.is_free or call.is_on_host))
+    return sum(times for call, times in mode.counts.operators[phase].items() if call.is_launched)
 
 
 def _exchanged() -> list[int]:
@@ -306,6 +338,7 @@ def main() -> None:
         ("reads", reads),
         ("memory", memory),
         ("attention", attention),
+        ("attention of a CPU", attention_of_a_cpu),
         ("repeated", repeated),
         ("calls", calls),
     ):

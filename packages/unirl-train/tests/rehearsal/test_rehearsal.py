@@ -140,6 +140,14 @@ def test_attention_keeps_no_scores(facts: Any) -> None:
         assert out <= facts["attention"][name] < 2 * out < scores
 
 
+def test_attention_of_a_cpu_is_the_cpus_kernel_with_its_layout(facts: Any) -> None:
+    found = dict(facts["attention of a CPU"])
+    assert found.pop("gradient") == [2, 4, 5, 8]
+    for name, (real, pretended) in found.items():
+        assert pretended == real, name
+        assert real[2] == ["aten._scaled_dot_product_flash_attention_for_cpu.default"], name
+
+
 def test_autocast_casts_as_on_a_gpu(facts: Any) -> None:
     assert facts["autocast"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 

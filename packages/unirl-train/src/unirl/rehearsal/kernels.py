@@ -1,9 +1,13 @@
-"""What CUDA has and a new device lacks: autocast by torch's own lists, and attention that keeps no scores."""
+"""What CUDA has and a new device lacks: autocast by torch's own lists, and attention that keeps no scores.
+
+For a rehearsal of a CPU attention is the CPU's kernel, whose results lie otherwise in memory.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unirl.train.backend.block_attention import is_flash
+from unirl.types.device_kinds import CPU
 from unirl.types.devices import PRETEND
 
 aten = torch.ops.aten
@@ -21,6 +26,18 @@ _weights: dict[int, tuple[Tensor, Tensor]] = {}
 """Float32 weights that autocast cast, until the outermost autocast ends."""
 _AUTOCAST: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")  # Any: torch's stub leaves this key out
 _EXCLUDED = torch._C.DispatchKeySet(_AUTOCAST)
+_standing: list[str] = []
+"""The devices that the pretend one stands for, the last one now; of all threads, since autograd's compute too."""
+
+
+@contextmanager
+def kernels_of(device: str) -> Generator[None]:
+    """Within it the pretend device has the attention of this kind of device."""
+    _standing.append(device)
+    try:
+        yield
+    finally:
+        _standing.pop()
 
 
 def register_kernels() -> None:
@@ -108,6 +125,8 @@ def attention(
 ) -> Tensor:
     """About CUDA's choice: flash attention in half precision without a mask, else the memory-efficient kernel, and the
     plain form for what neither takes. query: [..., H, n, D]."""
+    if _standing[-1:] == [CPU]:
+        return _attention_of_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa and attn_mask is not None and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
@@ -122,11 +141,38 @@ def attention(
         flash = aten._scaled_dot_product_flash_attention
         out = flash(query, key, value, dropout_p, is_causal, False, scale=scale or width**-0.5)[0]
         return out[..., :width] if room else out
-    bias = attn_mask
+    bias = _bias(query, attn_mask)
     if bias is not None:
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attention_of_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The CPU's choice: its fused kernel, which takes masks, fewer heads of keys, and values as wide as queries."""
+    if query.ndim == 3:
+        batched = (part.unsqueeze(0) for part in (query, key, value))
+        return _attention_of_cpu(*batched, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+    if query.ndim != 4 or value.shape[-1] != query.shape[-1] or dropout:
+        plain = aten._scaled_dot_product_attention_math
+        return plain(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    fused = aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout, is_causal, attn_mask=_bias(query, mask), scale=scale)[0]
+
+
+def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask as what is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec, tree_leaves
-from torch.utils.flop_counter import flop_registry
+
+from unirl.train.flops import FORMULAS
 
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
@@ -68,6 +69,11 @@ class Call:
         """True for a view and for memory that is not written: the host alone has work."""
         return self.num_bytes == 0 and self.flops == 0
 
+    @property
+    def is_launched(self) -> bool:
+        """True if the device computes it."""
+        return not self.is_free and not self.is_on_host
+
 
 class Calls:
     """Finds the call of arguments."""
@@ -94,7 +100,7 @@ class Calls:
                 found = self._calls[key] = Call(func, (), spec, 0, 0, None)
             return found
         described = tuple(_described(value) for value in flat)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = FORMULAS.get(func._overloadpacket)
         if formula is None:  # of numbers the kind is enough
             key = is_on_host, func, tuple(each if isinstance(each, TensorShape) else type(each) for each in described)
         else:

@@ -11,6 +11,7 @@ import torch
 from unirl.app.meters import Meter, gemm_rate, meter_of
 from unirl.app.plan.small_program import small_step, small_step_s
 from unirl.app.plan.stopwatch import Stopwatch
+from unirl.rehearsal.kernels import kernels_of
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.operators import Call
 from unirl.types.devices import PRETEND, is_accelerator
@@ -29,9 +30,13 @@ class Here:
         self.is_asynchronous = is_accelerator(self._meter.device)
         self.peak_flops = gemm_rate(self._meter, torch.float32)
         program = _program(self._meter)
-        launches = sum(times for call, times in program.operators.items() if not call.is_free and not call.is_on_host)
+        launches = sum(times for call, times in program.operators.items() if self.is_started(call))
         operators_s = sum(times * self.seconds(call) for call, times in program.operators.items())
         self.host_s = max(program.measured_s - operators_s, 0.0) / launches
+
+    def is_started(self, call: Call) -> bool:
+        """Every call on a CPU, views and what runs on the host too; of an accelerator what it computes."""
+        return not self.is_asynchronous or call.is_launched
 
     def seconds(self, call: Call) -> float:
         """What it took here."""
@@ -57,7 +62,7 @@ class _Program:
 def _program(meter: Meter) -> _Program:
     """Forward and backward of a few layers, counted and measured."""
     mode = Rehearsal()
-    with mode:
+    with mode, kernels_of(meter.device.type):
         step = small_step(torch.device(PRETEND))
         step()
         mode.enter_phase("step")

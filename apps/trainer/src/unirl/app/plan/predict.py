@@ -63,7 +63,7 @@ def _phase(found: Rehearsed, phase: str, clock: Clock) -> Seconds:
     num_bytes = found.times.get(phase, 1.0) * sum(found.collectives.get(phase, {}).values())
     return Seconds(
         device_s=sum(times * clock.seconds(call) for call, times in calls.items()),
-        host_s=clock.host_s * sum(times for call, times in calls.items() if not call.is_free and not call.is_on_host),
+        host_s=clock.host_s * sum(times for call, times in calls.items() if clock.is_started(call)),
         sent_s=clock.sent_s(num_bytes, found.num_ranks),
         flops=total_flops(calls),
         is_asynchronous=clock.is_asynchronous,

@@ -36,6 +36,10 @@ class Clock(Protocol):
         """Rate of large matrix products, in FLOP per second, that utilisation is given of."""
         ...
 
+    def is_started(self, call: Call) -> bool:
+        """True if the host takes `host_s` for it."""
+        ...
+
     def seconds(self, call: Call) -> float:
         """Seconds of the device for one call."""
         ...
@@ -86,9 +90,13 @@ class Rates:
         """In bfloat16."""
         return self.matrix.half
 
+    def is_started(self, call: Call) -> bool:
+        """What the device computes."""
+        return call.is_launched
+
     def seconds(self, call: Call) -> float:
         """The longer of what it computes and what it reads and writes."""
-        if call.is_free or call.is_on_host:
+        if not call.is_launched:
             return 0.0
         peak = self.matrix.half if call.dtype in (torch.bfloat16, torch.float16) else self.matrix.single
         share = ATTENTION_SHARE if "attention" in call.name else MATRIX_SHARE

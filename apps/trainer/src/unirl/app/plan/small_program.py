@@ -20,7 +20,7 @@ from unirl.types.devices import is_accelerator
 from unirl.types.errors import UniRLError, as_sentence
 
 NUM_TOKENS = 4
-REPEATS = 5
+REPEATS = 25
 
 
 def small_step(device: torch.device) -> Callable[[], None]:

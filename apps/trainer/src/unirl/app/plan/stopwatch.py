@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from unirl.app.meters import Meter
 from unirl.rehearsal.operators import Call, TensorShape
-from unirl.types.devices import has_values, is_accelerator
+from unirl.types.devices import has_values
 
-aten = torch.ops.aten
 FEWEST, MOST = 3, 50
 """Timed runs of an operator."""
 CACHED_BYTES = 8 << 20
@@ -45,14 +43,13 @@ class Stopwatch:
     def _measured(self, call: Call) -> float:
         device = self._meter.device
         generator = torch.Generator(device).manual_seed(0)
-        run = call.func if is_accelerator(device) else ON_CPU.get(call.func._overloadpacket, call.func)
         several = [
             tree_unflatten([_filled(value, generator, device) for value in call.arguments], call.spec)
             for _ in range(1 + min(MOST, CACHED_BYTES // max(call.num_bytes, 1)))
         ]
         try:
             with torch.no_grad():
-                return self._median_s([partial(run, *args, **kwargs) for args, kwargs in several])
+                return self._median_s([partial(call.func, *args, **kwargs) for args, kwargs in several])
         except (NotImplementedError, RuntimeError, TypeError, IndexError):  # a kernel that this device lacks
             self.untimed.add(call.name)
             return 0.0
@@ -90,49 +87,3 @@ def _num_stored(shape: TensorShape) -> int:
     if 0 in shape.size:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape.size, shape.stride, strict=True))
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, *_: Value, **named: Value) -> Value:
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, **named)
-
-
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    keeps: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    **named: Value,
-) -> Value:
-    own = aten._scaled_dot_product_flash_attention_for_cpu
-    return own(query, key, value, dropout, causal, attn_mask=bias, **named)
-
-
-def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout: float,
-    wanted: Sequence[bool],
-    causal: bool = False,
-    **named: Value,
-) -> Value:
-    own = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    logsumexp = query.new_zeros(query.shape[:3])  # the GPU's is padded
-    return own(grad, query, key, value, out, logsumexp, dropout, causal, attn_mask=bias, **named)
-
-
-ON_CPU: Mapping[Value, Callable[..., Value]] = {
-    aten._scaled_dot_product_flash_attention: _flash,
-    aten._scaled_dot_product_efficient_attention: _efficient,
-    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
-}
-"""What the CPU has for kernels of a GPU."""

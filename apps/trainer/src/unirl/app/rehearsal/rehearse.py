@@ -35,6 +35,7 @@ from unirl.distributed.worker import WorkerContext
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.rehearsal.blocks import Blocks
 from unirl.rehearsal.device import join_group
+from unirl.rehearsal.kernels import kernels_of
 from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
 from unirl.rehearsal.operators import Call, summed, total_flops
@@ -117,7 +118,7 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
         mode = Rehearsal()
         join_group(share.num_ranks)
         try:
-            with mode:
+            with mode, kernels_of(run.device):
                 step = _step(share, mode, folder / "run")
         finally:
             torch.distributed.destroy_process_group()
