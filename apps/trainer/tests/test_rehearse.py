@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from unirl.app.rehearsal.engines import with_engines
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
+from unirl.app.rehearsal.texts import keys_of_groups
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
 from unirl.data.datasets import read_rows
@@ -181,6 +184,12 @@ def test_texts_are_made_at_full_length() -> None:
     cached = 320 * 240 * 2 * 2 * 2 * 32 * 4
     assert rollout > cached
     assert train > rollout
+
+
+def test_prompts_whose_images_have_no_values_are_told_apart_by_their_groups() -> None:
+    adapter: Any = SimpleNamespace(prompt_keys=lambda conditions: ["a question", "a question", "a question", "other"])
+    keys = keys_of_groups(adapter, 2)({})
+    assert keys[0] == keys[1] != keys[2] != keys[3]
 
 
 def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:
