@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from unirl.types.rollout import RolloutResp
 from unirl.types.segments import LatentSegment, TextSegment
 
 SCHEMA = 3
+ResultT = TypeVar("ResultT")
 COMPUTE_PHASES = ("rollout", "reward", "train")
 
 
@@ -73,35 +74,69 @@ def bench_recipe(
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"bench needs repeats >= 1 and warmup >= 0, got {repeats} and {warmup}")
     meter, dtype = meter_of(recipe["device"]), _compute_dtype(recipe)
-    clock = PhaseClock()
     rates = [gemm_rate(meter, dtype)]
+    with stepping(run, meter) as benched:
+        if first is not None:
+            first(benched.runtime, benched.trainer)
+        for _ in range(warmup):
+            benched.step()
+        steps = [benched.step() for _ in range(repeats)]
+        rates.append(gemm_rate(meter, dtype))
+        flops = benched.flops()
+        variants: dict[str, float] = {}
+        if compares_replays and isinstance(benched.runtime, LocalRuntime):
+            variants = benched.sampled(1, replay_variants, benched.runtime.component("pipeline"), meter)
+    num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
+    trained = statistics.median(step.num_trained for step in steps)
+    return _report(run, steps, flops, max(rates), dtype, (num_samples, trained), variants)
+
+
+@contextmanager
+def stepping(run: ComposedRun, meter: Meter) -> Generator[Benched]:
+    """A run that was built and is ready for its first step, without its evaluation."""
+    clock = PhaseClock()
     with tempfile.TemporaryDirectory() as folder, make_runtime(run, Path(folder)) as runtime:
         trainer = make_trainer(replace(run, evaluation=None), runtime, Path(folder), [], threading.Event(), clock)
         runtime.role("stack").prepare()
-        if first is not None:
-            first(runtime, trainer)
-        for i in range(warmup):
-            trainer.step(i)
-        steps: list[Step] = []
-        trained: list[float] = []
-        for i in range(repeats):
-            before = clock.state_dict()
-            spent: dict[str, Spent] = {}
-            clock.observer = _device_observer(meter, spent)
-            trained.append(trainer.step(warmup + i)["group/trained_samples"])
-            passed = _difference(clock.state_dict(), before)
-            steps.append(Step(wall_s=passed["wall_s"], cpu_s=passed["cpu_s"], spent=spent))
-        rates.append(gemm_rate(meter, dtype))
+        yield Benched(runtime, trainer, clock, meter)
+
+
+class Benched:
+    """Steps of a run that are measured one by one."""
+
+    def __init__(self, runtime: Runtime, trainer: Trainer, clock: PhaseClock, meter: Meter) -> None:
+        self.runtime = runtime
+        self.trainer = trainer
+        self._clock = clock
+        self._meter = meter
+        self._number = 0
+
+    def step(self) -> Step:
+        """The next one, by phase."""
+        before = self._clock.state_dict()
+        spent: dict[str, Spent] = {}
+        trained = self._observed(_device_observer(self._meter, spent))
+        passed = _difference(self._clock.state_dict(), before)
+        return Step(passed["wall_s"], passed["cpu_s"], spent, trained)
+
+    def flops(self) -> dict[str, int]:
+        """Floating-point operations of the next step, by phase."""
         flops: dict[str, int] = {}
-        clock.observer = _flop_observer(flops)
-        trainer.step(warmup + repeats)
-        clock.observer = None
-        variants: dict[str, float] = {}
-        if compares_replays and isinstance(runtime, LocalRuntime):
-            with runtime.role("engine").generate(trainer.collector.request(warmup + repeats + 1, 1)) as resp:
-                variants = resp.map(replay_variants, runtime.component("pipeline"), meter)[0]
-    num_samples = recipe["batch_size"] * recipe["sampling"]["samples_per_prompt"]
-    return _report(run, steps, flops, max(rates), dtype, (num_samples, statistics.median(trained)), variants)
+        self._observed(_flop_observer(flops))
+        return flops
+
+    def sampled(self, num_prompts: int, call: Callable[..., ResultT], *args: Any) -> ResultT:  # Any: of the function
+        """What a function finds in samples of so many other prompts, which are not trained on."""
+        with self.runtime.role("engine").generate(self.trainer.collector.request(self._number, num_prompts)) as resp:
+            return resp.map(call, *args)[0]
+
+    def _observed(self, observer: Callable[[str], Any]) -> float:
+        """One step; returns how many samples it trained on."""
+        self._clock.observer = observer
+        metrics = self.trainer.step(self._number)
+        self._clock.observer = None
+        self._number += 1
+        return metrics["group/trained_samples"]
 
 
 def refuse_what_is_not_measured(run: ComposedRun, verb: str) -> None:
@@ -236,6 +271,8 @@ class Step:
     wall_s: dict[str, float]
     cpu_s: dict[str, float]
     spent: dict[str, Spent]
+    num_trained: float
+    """Samples that were trained on."""
 
 
 def _difference(after: dict[str, dict[str, float]], before: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
