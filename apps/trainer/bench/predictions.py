@@ -2,11 +2,14 @@
 
     uv run python apps/trainer/bench/predictions.py [RECIPE ...] [--output FILE]
 
-Without recipes all embedded ones; those that `bench` cannot measure are named with the reason. Both run in processes
-with one thread, one after the other. Training on texts is planned at the mean length of the measured ones, since a plan
-takes every text to be as long as it may be; a rollout lasts as long as its longest text. Where rewards say how many
-samples are trained on, those of the measured steps are planned. A teacher is the model that the run starts from, which
-computes as much as a trained one.
+Without recipes all embedded ones; those that `bench` cannot measure are named with the reason. One process makes steps
+and another one plans them, each with one thread, in turn: a machine that others use changes its pace within minutes,
+and so changes it for both. Seconds are means over all turns, since a step may draw how deep it trains.
+
+A plan takes every text to be as long as it may be. So training on texts is planned at the mean length of the measured
+ones, and their rollout at as many tokens as were decoded for each. Where rewards say how many samples are trained on,
+those of the measured steps are planned. A teacher is the model that the run starts from, which computes as much as a
+trained one.
 """
 
 # ruff: noqa: INP001, T201 - a script, no package
@@ -16,36 +19,58 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
-import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unirl.app.bench import Step, refuse_what_is_not_measured, stepping
 from unirl.app.command_line import parse
-from unirl.app.environment import packaged_path
+from unirl.app.environment import packaged_path, prepare_process
+from unirl.app.meters import meter_of
+from unirl.app.plan.here import Here
+from unirl.app.plan.predict import predicted
 from unirl.app.recipe import composed, settled
+from unirl.app.rehearsal.command import USUAL_BYTES, rehearsed
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
+from unirl.types.errors import ConfigError, UniRLError
+from unirl.types.rollout import RolloutResp
+from unirl.types.segments import TextSegment
 
 WORLDS = "worlds/"
 PHASES = ("rollout", "reward", "train")
+PARTS = PHASES[:2], PHASES[2:]
+"""Phases of a plan of decoded tokens, and of one of texts of the mean length."""
+TURNS = 3
+LEAST_S = 1.5
+"""Seconds of the steps of a turn."""
+FIRST = 3
+"""Steps before the first turn: warm-up, and what is planned of them."""
 
 Report = dict[str, Any]  # Any: JSON
 
 
 def main() -> None:
-    """Write a row for each recipe, then how many are within 15 %."""
+    """Write a row for each recipe, then how many are within 15 %; or be one of the two processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipes", nargs="*")
     parser.add_argument("--output")
+    parser.add_argument("--answers", choices=("steps", "plans"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    prepare_process()
+    if given.answers:
+        return answer(given.answers)
     rows: list[Report] = []
+    steps, plans = Process("steps"), Process("plans")
     print("| recipe | rollout s, predicted | measured | train s, predicted | measured | step, predicted / measured |")
     print("|---|---|---|---|---|---|")
     for recipe in given.recipes or [name for name in available() if name.startswith(WORLDS)]:
-        row = compared(recipe)
+        row = compared(recipe, steps, plans)
         rows.append(row)
         if "error" in row:
             print(f"| `{recipe}` | {row['error']} |", flush=True)
@@ -61,79 +86,183 @@ def main() -> None:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
     print(f"\n{near} of {len(ratios)} steps are within 15 % of the prediction.")
+    return None
+
+
+def checked(recipe: str, *overrides: str) -> ComposedRun:
+    """The run of a recipe."""
+    return check_recipe(settled(composed(parse(["show", recipe, *overrides]))))
 
 
 def not_measured(run: ComposedRun) -> str | None:
     """Why one process does not do all of a recipe; None if it does."""
-    if run.resolved["runtime"] != "local":
-        return "left out: several processes"
     if any(stage.engine.ability("has_own_weights") for stage in run.stages):
         return "left out: its engine is apart"
-    if run.is_staged:
-        return "left out: several stages"
-    return "left out: several policies train" if len(run.policies) > 1 else None
+    try:
+        refuse_what_is_not_measured(run, "bench")
+    except ConfigError as error:
+        return f"left out: {error}"
+    return None
 
 
-def compared(recipe: str) -> Report:
+# The two processes ---------------------------------------------------------------------------------------------------
+
+
+def answer(what: str) -> None:
+    """Answer each line, JSON in and out: of a list of words, what a recipe with them makes; of a number, seconds of
+    each phase, the mean of so many steps, or planned with every operator timed anew."""
+    answers = answers_of_steps if what == "steps" else answers_of_plans
+    current: Generator[Report, int] | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if isinstance(asked, list):
+                if current is not None:
+                    current.close()
+                _set_teacher(asked[0])
+                current = answers(checked(*asked))
+                said = next(current)
+            elif current is not None:
+                said = current.send(asked)
+        except UniRLError as error:
+            said = {"error": str(error)}
+        print(json.dumps(said), flush=True)
+
+
+def answers_of_steps(run: ComposedRun) -> Generator[Report, int]:
+    """What the first steps made, then seconds."""
+    with stepping(run, meter_of(run.device)) as benched:
+        steps = [benched.step() for _ in range(FIRST)]
+        flops = benched.flops()
+        num = yield {
+            "step_s": sum(_seconds(steps[-1], phase) for phase in PHASES),
+            "trained_samples": statistics.mean(step.num_trained for step in steps),
+            "lengths": benched.sampled(run.batch_size, _lengths),
+            "flops": flops,
+        }
+        while True:
+            steps = [benched.step() for _ in range(num)]
+            num = yield {phase: statistics.mean(_seconds(step, phase) for step in steps) for phase in PHASES}
+
+
+def _lengths(resp: RolloutResp) -> list[int]:
+    """Tokens of each text of a rollout."""
+    segment = resp.root_track().segment
+    return segment.lengths.tolist() if isinstance(segment, TextSegment) else []
+
+
+def _seconds(step: Step, phase: str) -> float:
+    return step.spent[phase].seconds if phase in step.spent else 0.0
+
+
+def answers_of_plans(run: ComposedRun) -> Generator[Report, int]:
+    """What was counted, then seconds."""
+    found = rehearsed(run, USUAL_BYTES)
+    found = replace(found, operators={phase: found.operators.get(phase, {}) for phase in PHASES})
+    yield {"flops": found.flops}
+    while True:
+        seconds = predicted(found, Here(run.device))
+        yield {phase: seconds[phase].wall_s if phase in seconds else 0.0 for phase in PHASES}
+
+
+def _set_teacher(recipe: str) -> None:
+    if recipe.endswith("/distill"):
+        world = recipe.removeprefix(WORLDS).split("/", maxsplit=1)[0]
+        os.environ["TEACHER_MODEL"] = packaged_path(world, "checkpoint")
+
+
+class Process:
+    """One that answers until it is closed."""
+
+    def __init__(self, answers: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--answers", answers],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, asked: list[str] | int) -> Report:
+        """Its answer. Raises RuntimeError with what it says that stands in the way."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("closed")
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} ended with {self._process.wait()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found
+
+
+def compared(recipe: str, steps: Process, plans: Process) -> Report:
     """Seconds of each phase, predicted and measured, or why not."""
-    run = check_recipe(settled(composed(parse(["show", recipe]))))
+    _set_teacher(recipe)
+    run = checked(recipe)
     if (reason := not_measured(run)) is not None:
         return {"recipe": recipe, "error": reason}
-    measured = report("bench", recipe, "--warmup", "1", "--repeats", "2")
-    if "error" in measured:
-        return {"recipe": recipe, "error": measured["error"]}
-    variants, kept = measured["variants"], of_kept(run, measured["geometry"])
-    if tokens := variants.get("replay_tokens"):
-        mean, longest = math.ceil(tokens / variants["replay_samples"]), int(variants["replay_longest_tokens"])
-        plan = report("plan", recipe, *of_length(run, longest), *kept)
-        short = report("plan", recipe, *of_length(run, mean), *kept)
-        if "error" not in plan and "error" not in short:
-            plan["phases"]["train"] = short["phases"]["train"]
-    else:
-        plan = report("plan", recipe, *kept)
-    if "error" in plan:
-        return {"recipe": recipe, "error": plan["error"]}
-    found: Report = {"recipe": recipe}
+    try:
+        made = steps.ask([recipe])
+        words = [recipe, *of_kept(run, made["trained_samples"])]
+        parts = [(words, PHASES)]
+        if made["lengths"]:
+            lengths = decoded_tokens(made["lengths"]), statistics.mean(made["lengths"])
+            parts = [([*words, *of_length(run, round(num))], own) for num, own in zip(lengths, PARTS, strict=True)]
+        return row_of(recipe, made, steps, plans, parts)
+    except RuntimeError as error:
+        return {"recipe": recipe, "error": str(error)}
+
+
+def row_of(
+    recipe: str, made: Report, steps: Process, plans: Process, parts: Sequence[tuple[list[str], Sequence[str]]]
+) -> Report:
+    """Both in turn. parts: the words of each plan, and the phases that it plans."""
+    num = max(1, math.ceil(LEAST_S / made["step_s"]))
+    turns: list[tuple[Report, Report]] = []
+    counted: Report = {}
+    for words, phases in parts:
+        flops = plans.ask(words)["flops"]
+        counted |= {phase: flops.get(phase, 0) for phase in phases}
+        for _ in range(math.ceil(TURNS / len(parts))):
+            measured, planned = steps.ask(num), plans.ask(1)
+            turns.append(({phase: planned[phase] for phase in phases}, {phase: measured[phase] for phase in phases}))
+    found: Report = {"recipe": recipe, "turns": turns}
     for phase in PHASES:
-        found[phase] = (
-            plan["phases"].get(phase, {"wall_s": 0.0})["wall_s"],
-            measured["phases"].get(phase, {"device_s": 0.0})["device_s"],
-        )
+        found[phase] = [
+            statistics.mean(turn[which][phase] for turn in turns if phase in turn[which]) for which in (0, 1)
+        ]
     found["ratio"] = sum(found[phase][0] for phase in PHASES) / sum(found[phase][1] for phase in PHASES)
+    found["flops"] = {phase: [counted[phase], made["flops"].get(phase, 0)] for phase in PHASES}
     return found
 
 
-def of_kept(run: ComposedRun, geometry: Report) -> list[str]:
+def decoded_tokens(lengths: Sequence[int]) -> float:
+    """Tokens that a rollout decodes for each of its texts: those that end leave when they are half of the rest
+    (`unirl.models.ar.Decoder.step`)."""
+    width, total = len(lengths), 0
+    for place in range(max(lengths)):
+        alive = sum(length > place for length in lengths)
+        width = max(alive, 1) if 2 * alive <= width else width
+        total += width
+    return total / len(lengths)
+
+
+def of_kept(run: ComposedRun, num_trained: float) -> list[str]:
     """What makes a plan train on as many samples as were measured, where their number depends on rewards."""
     if run.advantages.node.get("kind") != "accepted":
         return []
-    best = round(run.samples_per_prompt * geometry["trained_samples"] / geometry["samples"])
+    best = round(run.samples_per_prompt * num_trained / (run.batch_size * run.samples_per_prompt))
     return ["advantages.kind=best_of_n", f"advantages.num_best={max(best, 1)}", "~advantages.threshold"]
 
 
-def of_length(run: ComposedRun, num_tokens: int) -> list[str]:
+def of_length(run: ComposedRun, num_tokens: int) -> Sequence[str]:
     """What makes texts so long, with the buffer of an overlong reward no longer than they are."""
     buffer = run.resolved["reward"].get("overlong_buffer_len")
     shorter = [f"reward.overlong_buffer_len={min(buffer, num_tokens)}"] if buffer else []
     return [f"sampling.max_new_tokens={num_tokens}", *shorter]
-
-
-def report(verb: str, recipe: str, *more: str) -> Report:
-    """What a verb writes, or what it says about why not."""
-    world = recipe.removeprefix(WORLDS).split("/", maxsplit=1)[0]
-    teacher = {"TEACHER_MODEL": packaged_path(world, "checkpoint")} if recipe.endswith("/distill") else {}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "unirl.app.main", verb, recipe, *more, "--output", str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **teacher},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return {"error": next(iter(reversed(done.stderr.strip().splitlines())), f"ended with {done.returncode}")}
-        return json.loads(file.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
