@@ -305,6 +305,10 @@ def test_an_engine_of_ones_own_says_what_it_cannot_do(tmp_path, monkeypatch, ove
     assert any(message in found for found in findings(SHAPES, *engine, *overrides))
 
 
+EDITS = "qwen_image_edit.bundle.QwenImageEditBundle"
+MACHINE = Machine(num_cpus=8, num_gpus=0)
+
+
 @pytest.mark.parametrize("key", ["data.path", "eval.prompts"])
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -325,6 +329,18 @@ def test_images_of_the_data_that_no_model_would_read_are_refused_by_name(tmp_pat
     run = run_of(resolve(compose(name, [f"{key}={file}"])))
     found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=0)))
     assert any(message.format(key=key, file=file) in each for each in found), found
+
+
+@pytest.mark.parametrize(("bundle", "is_refused"), [("flux2_klein.bundle.Flux2KleinBundle", True), (EDITS, False)])
+def test_an_engine_takes_the_images_of_the_models_that_it_names(tmp_path, bundle, is_refused):
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat.png")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "repaint it", "prompt_id": "a", "images": ["cat.png"]}) + "\n")
+    register_resolvers()
+    words = [f"data.path={file}", f"bundle._target_=unirl.models.{bundle}"]
+    found = list(machine_findings(run_of(resolve(compose("worlds/shapes/vllm_omni", words))), MACHINE))
+    said = f"data.path = {file}: 1 rows (a) bring images, but engine VLLMOmniEngine has none of them reach the model"
+    assert any(said in each for each in found) is is_refused, found
 
 
 def test_rows_without_the_image_that_a_model_begins_with_are_refused_by_name(tmp_path):

@@ -100,8 +100,12 @@ def test_the_page_in_the_repository_is_that_of_the_table_in_it():
 
 
 def test_what_an_engine_does_not_serve_is_said_before_anything_is_built():
-    with pytest.raises(ConfigError, match="the recipe has QwenImageEditBundle"):
+    with pytest.raises(
+        ConfigError, match=r"does not serve QwenImageEditBundle: SGLang 0.5.23 edits one image per forw"
+    ):
         recipe_of("qwen_image_edit", "sglang", "flow_grpo")
+    with pytest.raises(ConfigError, match="the recipe has HunyuanVideo15Bundle"):
+        recipe_of("hunyuan_video15", "sglang", "flow_grpo")
 
 
 def test_a_boundary_that_the_engine_would_not_read_is_refused():

@@ -8,8 +8,8 @@ from rollout_fakes import PARAMS
 
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.rollout.engine.vllm_omni.families import SERVED, family_of, text_tensors
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text
-from unirl.types.conditions import ImageLatentCondition, TextEmbedCondition
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Pictures, Text
+from unirl.types.conditions import ImageLatentCondition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -29,6 +29,27 @@ def test_a_family_that_attends_to_padding_gets_zeros_and_no_mask():
     short = text_tensors({"text": TEXT}, wan, dataclasses.replace(PARAMS, max_sequence_length=7))
     assert short["text.embeds"].shape == (2, 7, 4) and not short["text.embeds"][:, 3:].any()
     assert "text.mask" not in short
+
+
+def test_images_cross_as_tokens_with_their_sizes():
+    grids = [((1, 1, 2), (1, 1, 1)), ((1, 2, 2),)]
+    patches = [torch.arange(6.0).view(3, 2), torch.arange(8.0).view(4, 2)]
+    condition = ImagePatchCondition.pack(patches=patches, grids=grids)
+    tensors = text_tensors({"text": TEXT, "reference": condition}, SERVED["QwenImageEditPlusPipeline"], PARAMS)
+    assert torch.equal(tensors["reference.patches"], torch.cat(patches))
+    assert tensors["reference.grids"].tolist() == [[1, 1, 2], [1, 1, 1], [1, 2, 2]]
+    assert tensors["reference.images"].tolist() == [2, 1]
+    with pytest.raises(ContractError, match="the conditions hold 'reference'"):
+        text_tensors({"reference": condition}, SERVED["QwenImagePipeline"], PARAMS)
+
+
+def test_images_stand_after_the_tokens_of_the_latents_which_alone_come_back():
+    native, x = NATIVE["QwenImageEditPipeline"], torch.randn(1, 2, 4, 4)
+    text = Text(embeds=torch.zeros(1, 4, 8), mask=None, pooled=None)
+    own = native.inputs(x, torch.tensor([0.5]), {"text": text}, None)
+    shown = Pictures(torch.ones(1, 3, 8), ((1, 1, 3),)).beside(own)
+    assert shown["hidden_states"].shape == (1, 7, 8) and shown["img_shapes"] == [[(1, 2, 2), (1, 1, 3)]]
+    assert torch.equal(native.velocity(shown["hidden_states"], x.shape), x)
 
 
 def test_conditions_that_are_no_text_are_refused():

@@ -69,6 +69,8 @@ class BaseRolloutEngine(ABC):
     """Diffusion only: True if samples can have one stochastic step each (`RolloutReq.own_steps`)."""
     takes_media: ClassVar[bool] = False
     """True if the model receives the images and videos of a request."""
+    takes_media_of: ClassVar[tuple[str, ...] | None] = None
+    """Class names of the bundles whose media the engine takes; None if it takes those of all that read some."""
     takes_audio: ClassVar[bool] = False
     """True if the model receives the audio of a request."""
     takes_sizes: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from unirl.rollout.engine.served_latents.folder import REPLICA
 from unirl.types.recipe import Messages, Part, Run
@@ -10,17 +10,25 @@ from unirl.types.recipe import Messages, Part, Run
 Rule = Callable[[Part, Run], Messages]
 
 
-def family_is_served(bundles: tuple[str, ...]) -> Rule:
-    """The model is one of `bundles` (class names), which the engine runs natively, and has no image inputs."""
+def family_is_served(
+    bundles: tuple[str, ...], *, with_images: tuple[str, ...] = (), reasons: Mapping[str, str] | None = None
+) -> Rule:
+    """The model is one of `bundles` (class names), which the engine runs natively, and has no image inputs unless it is
+    one of `with_images`, which are among them.
+
+    reasons: class name -> what of the engine keeps it from serving the model, as a sentence.
+    """
 
     def rule(own: Part, run: Run) -> Messages:
         bundle = run.policy.bundle
         names = [path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)]
-        if not bundle.takes_any and (bundle.ability("needs_media") or not set(names) & set(bundles)):
-            yield (
-                f"{own.name} serves {', '.join(bundles)}, the recipe has {bundle.name}. Set {own.at}._target_: "
-                f"{REPLICA}, which serves every family."
-            )
+        known = with_images if bundle.ability("needs_media") else bundles
+        if not bundle.takes_any and not set(names) & set(known):
+            why = next((reason for name, reason in (reasons or {}).items() if name in names), None)
+            said = f"serves {', '.join(bundles)}, the recipe has {bundle.name}."
+            if why is not None:
+                said = f"does not serve {bundle.name}: {why}"
+            yield f"{own.name} {said} Set {own.at}._target_: {REPLICA}, which serves every family."
 
     return rule
 

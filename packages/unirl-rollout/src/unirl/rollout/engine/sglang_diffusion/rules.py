@@ -17,6 +17,11 @@ WITHOUT_TOKEN_SPLITS = (
     "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
 )
 
+EDITS_ALONE = (
+    "SGLang 0.5.23 edits one image per forward (`assert batch_size == 1` in its QwenImageEditPipelineConfig) and takes "
+    "every image that it is given to have 1024 x 1024 pixels."
+)
+
 
 def token_splits(engine_args: Mapping[str, object]) -> list[str]:
     """The SGLang options among these that split the tokens of a latent over devices."""
@@ -33,7 +38,10 @@ def tokens_are_together(own: Part, run: Run) -> Messages:
 
 
 RULES = (
-    family_is_served(("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle")),
+    family_is_served(
+        ("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle"),
+        reasons={"QwenImageEditBundle": EDITS_ALONE},
+    ),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,
     experts_switch_as_released,

@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.rollout.engine.served_latents.folder import served_class
-from unirl.types.conditions import Condition, TextEmbedCondition, TextTokenCondition
+from unirl.types.conditions import Condition, ImagePatchCondition, TextEmbedCondition, TextTokenCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
 NEGATIVE = "negative_"
 """Prefix of the condition slots of the negative prompt."""
+PATCHES = ".patches"
+"""End of the name of images as tokens."""
 INTERVAL = "guidance_interval"
 """Key of `sampler_kwargs`: the two noise levels between which steps are guided."""
 FULL_TEXT = 512
@@ -43,6 +46,10 @@ class Family:
     """For unified models, which have one folder: prefix of weight names in the checkpoint -> in a push."""
     takes_adapters: bool = True
     """True if LoRA adapters can be pushed unmerged; merged ones always can."""
+    loaded_as: str | None = None
+    """Pipeline class that vLLM-Omni is told to load instead, whose requests bring no images for its own processing."""
+    reads_images: bool = False
+    """True if the model reads images, which the trainer's pipeline has encoded."""
     settings: frozenset[str] = frozenset()
     """Keys of `sampler_kwargs` that the worker knows."""
 
@@ -50,6 +57,8 @@ class Family:
 SERVED: Mapping[str, Family] = {
     "StableDiffusion3Pipeline": Family(),
     "QwenImagePipeline": Family(),
+    "QwenImageEditPipeline": Family(loaded_as="QwenImagePipeline", reads_images=True),
+    "QwenImageEditPlusPipeline": Family(loaded_as="QwenImagePipeline", reads_images=True),
     "Flux2KleinPipeline": Family(),
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
     # vLLM-Omni supports adapters only in the blocks, not in the text refiner, which LoRA trains too.
@@ -84,12 +93,21 @@ def text_tensors(
     """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them. For a
     text that the model embeds itself: `SLOT.ids` and `SLOT.mask` [B, L].
 
-    Raises ContractError for a condition that is not a text.
+    Of images, as tokens: `SLOT.patches` [N, D] of all samples, `SLOT.grids` [I, 3] of all images, and `SLOT.images`
+    [B], how many a sample has. Raises ContractError for a condition that the family does not read.
     """
     tensors: dict[str, Tensor] = {}
     for slot, condition in conditions.items():
         if isinstance(condition, TextTokenCondition):
             tensors |= {f"{slot}.ids": condition.input_ids, f"{slot}.mask": condition.attention_mask}
+            continue
+        if isinstance(condition, ImagePatchCondition) and family.reads_images:
+            grids = [grid for sample in condition.grids for grid in sample]
+            tensors |= {
+                f"{slot}{PATCHES}": condition.patches,
+                f"{slot}.grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
+                f"{slot}.images": torch.tensor([len(sample) for sample in condition.grids]),
+            }
             continue
         if not isinstance(condition, TextEmbedCondition):
             raise ContractError(

@@ -17,10 +17,10 @@ from unirl.rollout.engine.checkpoint import part_shapes
 from unirl.rollout.engine.child.adapter import SentAdapter
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
-from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, served_class
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.served_latents.ranks import failures
-from unirl.rollout.engine.vllm_omni.families import family_of
+from unirl.rollout.engine.vllm_omni.families import Family, family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.rollout.engine.written_for import VLLM_OMNI
@@ -47,7 +47,7 @@ class EngineHost(LatentsHost):
             # HunyuanImage3's configuration class is in the folder of its weights.
             options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
-            model=str(_warmable(folder, Path(start.scratch_dir))),
+            model=str(_loadable(folder, Path(start.scratch_dir), family)),
             custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.{family.worker}"},
             worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
             **options,
@@ -132,19 +132,24 @@ class EngineHost(LatentsHost):
         return answers[0] if isinstance(answers, list) else answers
 
 
-def _warmable(folder: Path, scratch: Path) -> Path:
-    """The folder itself. For a small BAGEL, a folder of links to its files with a configuration that allows the 512 x
-    512 image of vLLM-Omni's warm-up; the number of positions is then read from the weights."""
-    file = folder / CONFIG_FILE
+def _loadable(folder: Path, scratch: Path, family: Family) -> Path:
+    """The folder itself, or one of links to its files of which one says something else: the configuration of a small
+    BAGEL, which then allows the 512 x 512 image of vLLM-Omni's warm-up (the number of positions is read from the
+    weights), or the index of a family that is loaded as another."""
+    file = folder / (CONFIG_FILE if family.loaded_as is None else INDEX_FILE)
     said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if said.get("model_type") != "bagel" or said.get("max_latent_size", _WARM_UP_TOKENS) >= _WARM_UP_TOKENS:
+    if family.loaded_as is not None:
+        changed = {"_class_name": family.loaded_as}
+    elif said.get("model_type") == "bagel" and said.get("max_latent_size", _WARM_UP_TOKENS) < _WARM_UP_TOKENS:
+        changed = {"max_latent_size": _WARM_UP_TOKENS}
+    else:
         return folder
     linked = scratch / "model"
     linked.mkdir()
     for each in folder.iterdir():
-        if each.name != CONFIG_FILE:
+        if each.name != file.name:
             (linked / each.name).symlink_to(each)
-    (linked / CONFIG_FILE).write_text(json.dumps({**said, "max_latent_size": _WARM_UP_TOKENS}))
+    (linked / file.name).write_text(json.dumps({**said, **changed}))
     return linked
 
 

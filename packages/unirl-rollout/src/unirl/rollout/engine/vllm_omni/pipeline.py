@@ -7,7 +7,9 @@ guidance over several devices. The loop is that of `sampling`. Text encoders and
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from unirl.rollout.engine.served_latents.folder import (
     served_class,
     transformers,
 )
-from unirl.rollout.engine.vllm_omni.families import NEGATIVE
+from unirl.rollout.engine.vllm_omni.families import NEGATIVE, PATCHES
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Text, Texts
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Pictures, Text, Texts
 from unirl.sde.loop import Velocity
+from unirl.types.batch import rows_by
 
 _DIFFUSION = "vllm_omni.diffusion"
 _CFG_PARALLEL: Any = importlib.import_module(f"{_DIFFUSION}.distributed.cfg_parallel").CFGParallelMixin
@@ -68,34 +71,62 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         return {f"{name}.": getattr(self, name) for name in self._dit_modules}
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
-        """Velocity of the transformer of each level, guided if there is a negative prompt."""
+        """Velocity of the transformer of each level, guided if there is a negative prompt: a forward per group of rows
+        whose images have the same sizes."""
         dtype = self.od_config.dtype
-        texts = {slot: _text(tensors, slot, dtype) for slot in {name.rsplit(".", 1)[0] for name in tensors}}
-        without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}
-        conditional = {slot: text for slot, text in texts.items() if not slot.startswith(NEGATIVE)}
+        pictures = _pictures(tensors, dtype)
+        slots = {name.rsplit(".", 1)[0] for name in tensors if name.endswith(".embeds")}
+        texts = {slot: _text(tensors, slot, dtype) for slot in slots}
+        if not pictures:
+            return lambda x, sigma_B, step_B: self._predicted(call, x, sigma_B, texts, None)
 
         def velocity(x: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
             del step_B
-            is_second = self.boundary is not None and bool(sigma_B[0] < self.boundary)
-            transformer: Any = getattr(self, SECOND_EXPERT if is_second else TRANSFORMER)
-            scale = call.guidance_scale_2 if is_second else None
-
-            def inputs(branch: Texts) -> dict[str, Any]:
-                return {
-                    "transformer": transformer,
-                    **self.native.inputs(x.to(dtype), sigma_B, branch, transformer),
-                }
-
-            out = self.predict_noise_maybe_with_cfg(
-                do_true_cfg=bool(without),
-                true_cfg_scale=call.guidance_scale if scale is None else scale,
-                positive_kwargs=inputs(conditional),
-                negative_kwargs=inputs(without) if without else None,
-                cfg_normalize=self.native.normalises_guidance,
-            )
-            return self.native.velocity(out, x.shape)
+            out = torch.empty_like(x)
+            for rows, shown in pictures:
+                own = {slot: text.select(rows) for slot, text in texts.items()}
+                out[rows] = self._predicted(call, x[rows], sigma_B[rows], own, shown)
+            return out
 
         return velocity
+
+    def _predicted(
+        self, call: SampleLatents, x: Tensor, sigma_B: Tensor, texts: Texts, pictures: Pictures | None
+    ) -> Tensor:
+        """Velocity [B, ...] of rows of one noise level."""
+        without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}
+        conditional = {slot: text for slot, text in texts.items() if not slot.startswith(NEGATIVE)}
+        is_second = self.boundary is not None and bool(sigma_B[0] < self.boundary)
+        transformer: Any = getattr(self, SECOND_EXPERT if is_second else TRANSFORMER)
+        scale = call.guidance_scale_2 if is_second else None
+
+        def inputs(branch: Texts) -> dict[str, Any]:
+            own = self.native.inputs(x.to(self.od_config.dtype), sigma_B, branch, transformer)
+            return {"transformer": transformer, **(own if pictures is None else pictures.beside(own))}
+
+        out = self.predict_noise_maybe_with_cfg(
+            do_true_cfg=bool(without),
+            true_cfg_scale=call.guidance_scale if scale is None else scale,
+            positive_kwargs=inputs(conditional),
+            negative_kwargs=inputs(without) if without else None,
+            cfg_normalize=self.native.normalises_guidance,
+        )
+        return self.native.velocity(out, x.shape)
+
+
+def _pictures(tensors: dict[str, Tensor], dtype: torch.dtype) -> list[tuple[list[int], Pictures]]:
+    """Rows whose images have the same sizes, with these; empty without images."""
+    slot = next((name.removesuffix(PATCHES) for name in tensors if name.endswith(PATCHES)), None)
+    if slot is None:
+        return []
+    grids = iter(tuple(grid) for grid in tensors[f"{slot}.grids"].tolist())
+    samples = [tuple(islice(grids, num)) for num in tensors[f"{slot}.images"].tolist()]
+    lengths = [sum(math.prod(grid) for grid in sample) for sample in samples]
+    tokens = tensors[f"{slot}{PATCHES}"].to(dtype).split(lengths)
+    return [
+        (rows, Pictures(torch.stack([tokens[row] for row in rows]), sample))
+        for sample, rows in rows_by(samples).items()
+    ]
 
 
 def _text(tensors: dict[str, Tensor], slot: str, dtype: torch.dtype) -> Text:

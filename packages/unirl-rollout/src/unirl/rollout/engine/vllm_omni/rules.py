@@ -14,6 +14,7 @@ BUNDLES = (
     "SD3Bundle",
     "Flux2KleinBundle",
     "QwenImageBundle",
+    "QwenImageEditBundle",
     "WanBundle",
     "HunyuanVideo15Bundle",
     "BagelBundle",
@@ -37,7 +38,7 @@ def pushes_are_whole(own: Part, run: Run) -> Messages:
 
 
 RULES = (
-    family_is_served(BUNDLES),
+    family_is_served(BUNDLES, with_images=("QwenImageEditBundle",)),
     kernel_is_served(KERNELS),
     sampling_is_served,
     experts_switch_as_released,

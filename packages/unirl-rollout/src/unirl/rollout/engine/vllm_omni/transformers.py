@@ -24,6 +24,24 @@ _TIMESTEPS_PER_SIGMA = 1000.0
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """Images of samples as tokens that stand after those of the latents, with the same sizes in every sample."""
+
+    tokens: Tensor
+    """[B, L, D] in the transformer's dtype."""
+    grids: tuple[tuple[int, int, int], ...]
+    """(frames, rows, columns) in tokens of each image."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward on tokens with these images."""
+        return {
+            **inputs,
+            "hidden_states": torch.cat([inputs["hidden_states"], self.tokens], dim=1),
+            "img_shapes": [[*shapes, *self.grids] for shapes in inputs["img_shapes"]],
+        }
+
+
+@dataclass(frozen=True)
 class Text:
     """An encoded prompt of every sample, on the device of the latents."""
 
@@ -32,6 +50,11 @@ class Text:
     mask: Tensor | None
     """[B, L]; None if there is no padding."""
     pooled: Tensor | None
+
+    def select(self, rows: list[int]) -> Text:
+        """Some samples."""
+        mask, pooled = (None if each is None else each[rows] for each in (self.mask, self.pooled))
+        return Text(self.embeds[rows], mask, pooled)
 
 
 Texts = Mapping[str, Text]
@@ -77,8 +100,11 @@ class Native:
         )
 
     def velocity(self, out: Tensor, shape: torch.Size) -> Tensor:
-        """Velocity [B, ...] from the transformer's output."""
-        return from_tokens(out, self.token_side, *shape[-2:]) if self.token_side else out
+        """Velocity [B, ...] from the transformer's output, whose first tokens are those of the latents."""
+        if not self.token_side:
+            return out
+        height, width = shape[-2:]
+        return from_tokens(out[:, : height * width // self.token_side**2], self.token_side, height, width)
 
 
 def _sd3(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
@@ -147,16 +173,19 @@ def _places(*sizes: int, device: torch.device) -> Tensor:
     return torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes))
 
 
+_QWEN_IMAGE = Native(
+    "qwen_image.qwen_image_transformer",
+    "QwenImageTransformer2DModel",
+    _qwen_image,
+    token_side=2,
+    normalises_guidance=True,
+    renamed_layers={"to_out.0": "to_out"},
+)
 NATIVE: Mapping[str, Native] = {
     "StableDiffusion3Pipeline": Native("sd3.sd3_transformer", "SD3Transformer2DModel", _sd3),
-    "QwenImagePipeline": Native(
-        "qwen_image.qwen_image_transformer",
-        "QwenImageTransformer2DModel",
-        _qwen_image,
-        token_side=2,
-        normalises_guidance=True,
-        renamed_layers={"to_out.0": "to_out"},
-    ),
+    "QwenImagePipeline": _QWEN_IMAGE,
+    "QwenImageEditPipeline": _QWEN_IMAGE,
+    "QwenImageEditPlusPipeline": _QWEN_IMAGE,
     "Flux2KleinPipeline": Native(
         "flux2_klein.flux2_klein_transformer", "Flux2Transformer2DModel", _flux2_klein, token_side=1
     ),
