@@ -194,9 +194,8 @@ def media_reaches_the_model(name: str, path: str, rows: Sequence[PromptRow], run
             f"{run.policy.bundle.at} {run.policy.bundle.name} takes. Take some out, or choose another model."
         )
     bundle, some = run.policy.bundle, run.engine.ability("takes_media_of")
-    names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
     for part, ability in ((bundle, "reads_media"), (run.engine, "takes_media")):
-        is_left_out = part is run.engine and some is not None and not names & set(some)
+        is_left_out = part is run.engine and some is not None and not set(bundle.class_names) & set(some)
         if is_left_out or not part.ability(ability):
             yield (
                 f"{name} = {path}: {len(with_media)} rows ({', '.join(with_media[:4])}) bring images, but {part.at} "

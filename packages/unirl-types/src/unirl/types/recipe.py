@@ -65,6 +65,11 @@ class Part:
         """Name of its class."""
         return self.path.rsplit(".", 1)[-1]
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of its class and bases, nearest first."""
+        return tuple(path.rsplit(".", 1)[-1] for path in (self.path, *self.lineage))
+
     def get(self, key: str, default: Any = None) -> Any:  # Any: a recipe's value
         """The value of a keyword: the recipe's, else the constructor's default, else `default`."""
         if key in self.node:

@@ -21,7 +21,7 @@ def family_is_served(
 
     def rule(own: Part, run: Run) -> Messages:
         bundle = run.policy.bundle
-        names = [path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)]
+        names = bundle.class_names
         known = with_images if bundle.ability("needs_media") else bundles
         if not bundle.takes_any and not set(names) & set(known):
             why = next((reason for name, reason in (reasons or {}).items() if name in names), None)

@@ -32,8 +32,8 @@ def token_splits(engine_args: Mapping[str, object]) -> list[str]:
 def tokens_are_together(own: Part, run: Run) -> Messages:
     """The tokens of a latent are split only if SGLang's model supports it."""
     bundle, engine_args = run.policy.bundle, own.get("engine_args")
-    names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
-    if "SD3Bundle" in names and isinstance(engine_args, Mapping) and (refused := token_splits(engine_args)):
+    is_sd3 = "SD3Bundle" in bundle.class_names
+    if is_sd3 and isinstance(engine_args, Mapping) and (refused := token_splits(engine_args)):
         yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}"
 
 

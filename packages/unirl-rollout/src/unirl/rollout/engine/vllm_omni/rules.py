@@ -28,8 +28,8 @@ KERNELS = ("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrateg
 def pushes_are_whole(own: Part, run: Run) -> Messages:
     """Adapters of some families are pushed merged."""
     sync, bundle = run.policy.sync, run.policy.bundle
-    names = {path.rsplit(".", 1)[-1] for path in (bundle.path, *bundle.lineage)}
-    if sync is not None and sync.ability("sends_adapters") and names & set(WITHOUT_ADAPTERS):
+    is_merged = bool(set(bundle.class_names) & set(WITHOUT_ADAPTERS))
+    if sync is not None and sync.ability("sends_adapters") and is_merged:
         rank = "" if own.get("max_lora_rank") is None else f", and {own.at}.max_lora_rank: null"
         yield (
             f"{sync.name} pushes LoRA adapters, which {own.name} does not take of {bundle.name} as they are. Set "
