@@ -70,6 +70,11 @@ class SampleLatents:
     layout: dict[str, Any] = field(default_factory=dict)  # Any: JSON, in the engine's own words
     """Further facts about the tensors that the engine needs."""
 
+    @property
+    def scale_of_second(self) -> float:
+        """Guidance scale by which the second of two experts is guided."""
+        return self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
+
 
 @dataclass(frozen=True)
 class SampledLatents:

@@ -46,7 +46,7 @@ def served_class(folder: Path, served: Collection[str], engine: str) -> str:
 
 def transformers(folder: Path) -> tuple[str, ...]:
     """The denoising components of a pipeline folder: one, or two experts that share the noise levels (Wan 2.2)."""
-    return (TRANSFORMER, *(each for each in (SECOND_EXPERT,) if (folder / each).is_dir()))
+    return (TRANSFORMER, SECOND_EXPERT) if (folder / SECOND_EXPERT).is_dir() else (TRANSFORMER,)
 
 
 def boundary_of(folder: Path) -> float | None:

@@ -141,7 +141,7 @@ class EngineHost(LatentsHost):
                     "SGLang, which cuts levels to thousandths, would give it to the second expert. Change the number "
                     "of steps."
                 )
-        return {"guidance_scale_2": call.guidance_scale if call.guidance_scale_2 is None else call.guidance_scale_2}
+        return {"guidance_scale_2": call.scale_of_second}
 
     def _scheduler(self, sigmas: list[float]) -> Any:  # Any: SGLang's own
         """A scheduler that uses these sigmas verbatim; SGLang's own would shift them again."""

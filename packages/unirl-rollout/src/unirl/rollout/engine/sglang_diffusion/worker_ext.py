@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from unirl.rollout.engine.served_latents.folder import SECOND_EXPERT, TRANSFORMER
 from unirl.rollout.engine.served_latents.ranks import failures, of_all_ranks
 from unirl.rollout.engine.served_latents.tokens import as_tokens
 from unirl.sde.noise import step_noise
@@ -36,7 +37,6 @@ own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
-_EXPERTS = ("transformer", "transformer_2")
 _ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds")
 """Fields of a request that its encoded prompts are in. SGLang moves initial latents to its device, but these not."""
 _LEVELS = 1000.0
@@ -140,7 +140,7 @@ def describe(checksums: Any, worker: Any, module_names: list[str] | None = None)
 
 def _transformers(pipeline: Any) -> list[Any]:
     """The model that denoises, or its two experts."""
-    found = [pipeline.get_module(name) for name in _EXPERTS]
+    found = [pipeline.get_module(name) for name in (TRANSFORMER, SECOND_EXPERT)]
     return [each for each in found if each is not None]
 
 

@@ -79,12 +79,12 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         texts = {slot: _text(tensors, slot, dtype) for slot in slots}
         if not pictures:
             return lambda x, sigma_B, step_B: self._predicted(call, x, sigma_B, texts, None)
+        groups = [(rows, {slot: text.select(rows) for slot, text in texts.items()}, shown) for rows, shown in pictures]
 
         def velocity(x: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
             del step_B
             out = torch.empty_like(x)
-            for rows, shown in pictures:
-                own = {slot: text.select(rows) for slot, text in texts.items()}
+            for rows, own, shown in groups:
                 out[rows] = self._predicted(call, x[rows], sigma_B[rows], own, shown)
             return out
 
@@ -98,7 +98,6 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         conditional = {slot: text for slot, text in texts.items() if not slot.startswith(NEGATIVE)}
         is_second = self.boundary is not None and bool(sigma_B[0] < self.boundary)
         transformer: Any = getattr(self, SECOND_EXPERT if is_second else TRANSFORMER)
-        scale = call.guidance_scale_2 if is_second else None
 
         def inputs(branch: Texts) -> dict[str, Any]:
             own = self.native.inputs(x.to(self.od_config.dtype), sigma_B, branch, transformer)
@@ -106,7 +105,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
         out = self.predict_noise_maybe_with_cfg(
             do_true_cfg=bool(without),
-            true_cfg_scale=call.guidance_scale if scale is None else scale,
+            true_cfg_scale=call.scale_of_second if is_second else call.guidance_scale,
             positive_kwargs=inputs(conditional),
             negative_kwargs=inputs(without) if without else None,
             cfg_normalize=self.native.normalises_guidance,
