@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unirl.types.recipe import Part
+
 PRESETS: dict[str, dict[str, object]] = {
     "flow_grpo": {"center": "group", "scale": "group", "ddof": 0, "eps": 1e-4},
     "flow_grpo_global_std": {"center": "group", "scale": "batch", "ddof": 0, "eps": 1e-4},
@@ -42,3 +44,8 @@ PRESETS: dict[str, dict[str, object]] = {
 `rloo` arXiv 2402.14740, `maxrl` arXiv 2602.02710, `reinforce_pp` and its baseline variant arXiv 2501.03262, whose
 statistics count tokens as verl's and the authors' code do; `batch_whitened` and `group_centred_batch_whitened` are the
 same over samples."""
+
+
+def with_preset(own: Part) -> dict[str, object]:
+    """The options of a section's preset with those that the section names."""
+    return {**PRESETS.get(own.get("preset"), {}), **{key: value for key, value in own.node.items() if value}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirl.algorithms import correction_rules
-from unirl.algorithms.advantage_presets import PRESETS
+from unirl.algorithms.advantage_presets import with_preset
 from unirl.types.recipe import Messages, Part, Run
 from unirl.types.sampling_rules import no_stochastic_steps
 
@@ -140,11 +140,11 @@ def advantages_are_centred(own: Part, run: Run) -> Messages:
             "unirl.algorithms.advantages.AdvantageConfig."
         )
         return
-    preset, center, trim = made.get("preset"), made.get("center"), made.get("trim")
+    center, trim = with_preset(made).get("center", "group"), made.get("trim")
     found, fixes = [], []
-    if (center or PRESETS.get(preset, {}).get("center", "group")) != "group":
-        shown = center or f"{PRESETS[preset]['center']} (preset {preset})"
-        found.append(f"{made.at}.center = {shown}")
+    if center != "group":
+        origin = "" if made.get("center") else f" (preset {made.get('preset')})"
+        found.append(f"{made.at}.center = {center}{origin}")
         fixes.append(f"{made.at}.center: group")
     if trim:
         found.append(f"{made.at}.trim = {trim}")

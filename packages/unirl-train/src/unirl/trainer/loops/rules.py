@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from unirl.algorithms.advantage_presets import PRESETS
+from unirl.algorithms.advantage_presets import with_preset
 from unirl.config.placement import REWARD, TRAIN, group_of, groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.config.schema import DEFAULT_POLICY, Schedule
@@ -315,7 +315,7 @@ def _compares_groups_alone(own: Part, why: str) -> Messages:
     if own.path != ADVANTAGES:
         yield f"{why}, and {own.name} may compare samples of all of a rollout. Take {ADVANTAGES}, or kind: sync."
         return
-    options = {**PRESETS.get(own.get("preset"), {}), **{key: value for key, value in own.node.items() if value}}
+    options = with_preset(own)
     wide = {key: options.get(key) for key in ("center", "scale") if options.get(key) in ("batch", "residual")}
     if options.get("multi_reward") == "gdpo":
         wide["multi_reward"] = "gdpo"
