@@ -7,7 +7,7 @@ motion. Held-out prompts have subjects with actions that the training file does 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from unirl.datasets.records import PromptSet, Row, generated
@@ -84,20 +84,30 @@ CAMERAS = {
     "orbit": "the camera moves around the subject",
 }
 HELD_OUT = 0.12
-"""Fraction of the pairs of subject and action."""
+"""Fraction of the pairs of a subject with an action, or with what else a set pairs it."""
 PER_PAIR = 8
 """Prompts that a pair gets, before repeats are taken out."""
 NUM_TRAIN, NUM_HELD_OUT = 1800, 200
 
 
-def rows(*, held_out: bool) -> Iterator[Row]:
+def rows(*, held_out: bool) -> list[Row]:
     """Prompts of all kinds, in the order of their hashes."""
     pairs = (
         (kind, subject, action) for kind in KINDS for subject, action in itertools.product(kind.subjects, kind.actions)
     )
+    return rows_of_pairs(pairs, _row, PER_PAIR, held_out=held_out)
+
+
+def rows_of_pairs(
+    pairs: Iterable[tuple[Kind, str, str]], make: Callable[[Kind, str, str, int], Row], num: int, *, held_out: bool
+) -> list[Row]:
+    """Prompts of subjects with something else each, in the order of their hashes.
+
+    make: the row of a pair and a number below `num`, how many a pair gets before repeats are taken out.
+    """
     chosen = (pair for pair in pairs if is_held_out(f"{pair[1]} {pair[2]}", HELD_OUT) == held_out)
-    found = distinct((_row(*pair, number) for pair in chosen for number in range(PER_PAIR)), lambda row: row["prompt"])
-    yield from first_by_hash(found, NUM_HELD_OUT if held_out else NUM_TRAIN, lambda row: row["prompt"])
+    found = distinct((make(*pair, number) for pair in chosen for number in range(num)), lambda row: row["prompt"])
+    return first_by_hash(found, NUM_HELD_OUT if held_out else NUM_TRAIN, lambda row: row["prompt"])
 
 
 def _row(kind: Kind, subject: str, action: str, number: int) -> Row:

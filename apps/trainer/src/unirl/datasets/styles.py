@@ -7,12 +7,11 @@ not have together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 from unirl.datasets.benchmarks import VBENCH_STYLE
-from unirl.datasets.motion import KINDS, Kind
+from unirl.datasets.motion import KINDS, NUM_HELD_OUT, NUM_TRAIN, Kind, rows_of_pairs
 from unirl.datasets.records import PromptSet, Row, generated
-from unirl.datasets.splitting import distinct, drawn, first_by_hash, is_held_out
+from unirl.datasets.splitting import drawn
 
 STYLES = (
     "Van Gogh style",
@@ -22,19 +21,14 @@ STYLES = (
     "in the style of Ukiyo-e",
     "pixel art",
 ) + ("black and white film", "in cyberpunk style", "animated style", "surrealism style", "paper cutout", "claymation")
-HELD_OUT = 0.12
-"""Fraction of the pairs of subject and style."""
 PER_PAIR = 4
 """Prompts that a pair gets, before repeats are taken out."""
-NUM_TRAIN, NUM_HELD_OUT = 1800, 200
 
 
-def rows(*, held_out: bool) -> Iterator[Row]:
+def rows(*, held_out: bool) -> list[Row]:
     """Prompts of all kinds and styles, in the order of their hashes."""
     pairs = ((kind, subject, style) for kind in KINDS for subject, style in itertools.product(kind.subjects, STYLES))
-    chosen = (pair for pair in pairs if is_held_out(f"{pair[1]} {pair[2]}", HELD_OUT) == held_out)
-    found = distinct((_row(*pair, number) for pair in chosen for number in range(PER_PAIR)), lambda row: row["prompt"])
-    yield from first_by_hash(found, NUM_HELD_OUT if held_out else NUM_TRAIN, lambda row: row["prompt"])
+    return rows_of_pairs(pairs, _row, PER_PAIR, held_out=held_out)
 
 
 def _row(kind: Kind, subject: str, style: str, number: int) -> Row:
