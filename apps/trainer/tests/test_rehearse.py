@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import unirl.worlds.shapes
 from unirl.app.command_line import Command
@@ -19,7 +22,7 @@ from unirl.app.rehearsal.engines import with_engines
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
-from unirl.app.rehearsal.texts import keys_of_groups
+from unirl.app.rehearsal.texts import FirstTokens, keys_of_groups
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
 from unirl.data.datasets import read_rows
@@ -190,6 +193,29 @@ def test_prompts_whose_images_have_no_values_are_told_apart_by_their_groups() ->
     adapter: Any = SimpleNamespace(prompt_keys=lambda conditions: ["a question", "a question", "a question", "other"])
     keys = keys_of_groups(adapter, 2)({})
     assert keys[0] == keys[1] != keys[2] != keys[3]
+
+
+def test_a_decoder_and_its_cache_go_with_the_rollout() -> None:
+    """Without a collection: what stayed would count in the phases after it."""
+
+    class Kept:
+        rows = torch.arange(3)
+
+        def step(self, tokens: torch.Tensor, is_alive: torch.Tensor) -> torch.Tensor:
+            return tokens * is_alive
+
+    decoder: Any = Kept()
+    repeats: Any = None  # nothing is repeated
+    gone = weakref.ref(decoder)
+    gc.disable()
+    try:
+        with FirstTokens(repeats, num_tokens=3) as tokens:
+            assert tokens.of(decoder).step(torch.ones(3), torch.zeros(3)).tolist() == [1.0] * 3
+        assert decoder.step(torch.ones(3), torch.zeros(3)).tolist() == [0.0] * 3
+        del decoder, tokens
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:

@@ -50,7 +50,7 @@ def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[
     ) -> TextSegment:
         del any_rank, num_begun, is_ending, kept
         # Nothing ends early, and all ranks end together.
-        tokens = _Tokens(repeats, params.max_new_tokens)
+        tokens = FirstTokens(repeats, params.max_new_tokens)
         with (
             tokens,
             replaced(pipeline, "decoder", lambda *given: tokens.of(decoded(*given))),
@@ -81,7 +81,7 @@ def _always(has_work: bool) -> bool:
     return True
 
 
-class _Tokens(ExitStack):
+class FirstTokens(ExitStack):
     """The first tokens of a rollout, of which the last one that is decoded counts for all that are left."""
 
     def __init__(self, repeats: Repeats, num_tokens: int) -> None:
@@ -91,11 +91,14 @@ class _Tokens(ExitStack):
         self._num_asked = 0
         self._cache_bytes = 0
         self._decoder: Decoder | None = None
+        self._grown: Tensor | None = None
+        """What the cache grows by until the last token."""
 
     def of(self, decoder: Decoder) -> Decoder:
         """The decoder of the rollout, in which no row is done: what was drawn has no values to end by."""
         step, every = decoder.step, torch.ones_like(decoder.rows, dtype=torch.bool)
-        setattr(decoder, "step", lambda tokens, is_alive: step(tokens, every))  # noqa: B010 - ty takes an assignment for another method
+        # Taken back at the end: a decoder that held itself would keep its cache until the next collection.
+        self.enter_context(replaced(decoder, "step", lambda tokens, is_alive: step(tokens, every)))
         self._decoder = decoder
         return decoder
 
@@ -112,10 +115,11 @@ class _Tokens(ExitStack):
         if number == FEW:
             left = self._num_tokens - FEW
             per_token = _num_bytes(self._made.cache) - self._cache_bytes
-            self.callback(_dropped, torch.empty(per_token * left, dtype=torch.uint8, device=self.device))
+            self._grown = torch.empty(per_token * left, dtype=torch.uint8, device=self.device)
             self.enter_context(self._repeats.repeated(left))
         if number > FEW:
             self.close()
+            self._grown = None
         return number > FEW
 
     @property
@@ -123,10 +127,6 @@ class _Tokens(ExitStack):
         if self._decoder is None:
             raise ContractError("tokens were decoded without a decoder")
         return self._decoder
-
-
-def _dropped(grown: Tensor) -> None:
-    """Holds what a cache grows by until then."""
 
 
 def _num_bytes(cache: Any) -> int:  # Any: as `LanguageBundle.new_cache` gives it
