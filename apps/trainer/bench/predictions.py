@@ -4,12 +4,13 @@
 
 Without recipes all embedded ones; those that `bench` cannot measure are named with the reason. One process makes steps
 and another one plans them, each with one thread, in turn: a machine that others use changes its pace within minutes,
-and so changes it for both. Seconds are means over all turns, since a step may draw how deep it trains.
+and so changes it for both. Seconds are medians of turns, some of which fall into a burst of others' work; of a turn
+means of its steps, which may draw how deep they train.
 
 A plan takes every text to be as long as it may be. So training on texts is planned at the mean length of the measured
-ones, and their rollout at as many tokens as were decoded for each. Where rewards say how many samples are trained on,
-those of the measured steps are planned. A teacher is the model that the run starts from, which computes as much as a
-trained one.
+ones, and their rollout at as many tokens as were decoded for each: on the line through the plans of two whole
+numbers of tokens. Where rewards say how many samples are trained on, those of the measured steps are planned. A teacher
+is the model that the run starts from, which computes as much as a trained one.
 """
 
 # ruff: noqa: INP001, T201 - a script, no package
@@ -22,14 +23,14 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unirl.app.bench import Step, refuse_what_is_not_measured, stepping
 from unirl.app.command_line import parse
-from unirl.app.environment import packaged_path, prepare_process
+from unirl.app.environment import packaged_path, prepare_process, settle_on_cpu
 from unirl.app.meters import meter_of
 from unirl.app.plan.here import Here
 from unirl.app.plan.predict import predicted
@@ -44,9 +45,9 @@ from unirl.types.segments import TextSegment
 
 WORLDS = "worlds/"
 PHASES = ("rollout", "reward", "train")
-PARTS = PHASES[:2], PHASES[2:]
-"""Phases of a plan of decoded tokens, and of one of texts of the mean length."""
-TURNS = 3
+TURNS, TURNS_OF_SHORT = 2, 2
+SHORT_S = 0.5
+"""Steps below this are mostly the host's work, whose pace changes most."""
 LEAST_S = 1.5
 """Seconds of the steps of a turn."""
 FIRST = 3
@@ -98,6 +99,8 @@ def not_measured(run: ComposedRun) -> str | None:
     """Why one process does not do all of a recipe; None if it does."""
     if any(stage.engine.ability("has_own_weights") for stage in run.stages):
         return "left out: its engine is apart"
+    if run.file.scouts is not None:
+        return "left out: rehearsals leave its scouts out"
     try:
         refuse_what_is_not_measured(run, "bench")
     except ConfigError as error:
@@ -109,8 +112,8 @@ def not_measured(run: ComposedRun) -> str | None:
 
 
 def answer(what: str) -> None:
-    """Answer each line, JSON in and out: of a list of words, what a recipe with them makes; of a number, seconds of
-    each phase, the mean of so many steps, or planned with every operator timed anew."""
+    """Answer each line, JSON in and out: of lists of words, what recipes with them make; of a number, seconds of each
+    phase, the mean of so many steps, or planned with every operator timed anew."""
     answers = answers_of_steps if what == "steps" else answers_of_plans
     current: Generator[Report, int] | None = None
     for line in sys.stdin:
@@ -119,8 +122,8 @@ def answer(what: str) -> None:
             if isinstance(asked, list):
                 if current is not None:
                     current.close()
-                _set_teacher(asked[0])
-                current = answers(checked(*asked))
+                _set_teacher(asked[0][0])
+                current = answers([checked(*words) for words in asked])
                 said = next(current)
             elif current is not None:
                 said = current.send(asked)
@@ -129,8 +132,10 @@ def answer(what: str) -> None:
         print(json.dumps(said), flush=True)
 
 
-def answers_of_steps(run: ComposedRun) -> Generator[Report, int]:
+def answers_of_steps(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
     """What the first steps made, then seconds."""
+    (run,) = runs
+    settle_on_cpu(run.device)
     with stepping(run, meter_of(run.device)) as benched:
         steps = [benched.step() for _ in range(FIRST)]
         flops = benched.flops()
@@ -155,14 +160,15 @@ def _seconds(step: Step, phase: str) -> float:
     return step.spent[phase].seconds if phase in step.spent else 0.0
 
 
-def answers_of_plans(run: ComposedRun) -> Generator[Report, int]:
-    """What was counted, then seconds."""
-    found = rehearsed(run, USUAL_BYTES)
-    found = replace(found, operators={phase: found.operators.get(phase, {}) for phase in PHASES})
-    yield {"flops": found.flops}
+def answers_of_plans(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
+    """What was counted of each, then seconds."""
+    every = [rehearsed(run, USUAL_BYTES) for run in runs]
+    every = [replace(found, operators={phase: found.operators.get(phase, {}) for phase in PHASES}) for found in every]
+    yield {"flops": [found.flops for found in every]}
     while True:
-        seconds = predicted(found, Here(run.device))
-        yield {phase: seconds[phase].wall_s if phase in seconds else 0.0 for phase in PHASES}
+        clock = Here(runs[0].device)
+        plans = [predicted(found, clock) for found in every]
+        yield {"seconds": [{phase: plan[phase].wall_s if phase in plan else 0.0 for phase in PHASES} for plan in plans]}
 
 
 def _set_teacher(recipe: str) -> None:
@@ -183,7 +189,7 @@ class Process:
             text=True,
         )
 
-    def ask(self, asked: list[str] | int) -> Report:
+    def ask(self, asked: list[list[str]] | int) -> Report:
         """Its answer. Raises RuntimeError with what it says that stands in the way."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("closed")
@@ -205,38 +211,55 @@ def compared(recipe: str, steps: Process, plans: Process) -> Report:
     if (reason := not_measured(run)) is not None:
         return {"recipe": recipe, "error": reason}
     try:
-        made = steps.ask([recipe])
+        made = steps.ask([[recipe]])
         words = [recipe, *of_kept(run, made["trained_samples"])]
-        parts = [(words, PHASES)]
+        weights: Weights = [(words, dict.fromkeys(PHASES, 1.0))]
         if made["lengths"]:
-            lengths = decoded_tokens(made["lengths"]), statistics.mean(made["lengths"])
-            parts = [([*words, *of_length(run, round(num))], own) for num, own in zip(lengths, PARTS, strict=True)]
-        return row_of(recipe, made, steps, plans, parts)
+            mean = statistics.mean(made["lengths"])
+            shares = shares_of({**dict.fromkeys(PHASES, decoded_tokens(made["lengths"])), "train": mean})
+            weights = [([*words, *of_length(run, num)], phases) for num, phases in shares.items()]
+        return row_of(recipe, made, steps, plans, weights)
     except RuntimeError as error:
         return {"recipe": recipe, "error": str(error)}
 
 
-def row_of(
-    recipe: str, made: Report, steps: Process, plans: Process, parts: Sequence[tuple[list[str], Sequence[str]]]
-) -> Report:
-    """Both in turn. parts: the words of each plan, and the phases that it plans."""
-    num = max(1, math.ceil(LEAST_S / made["step_s"]))
-    turns: list[tuple[Report, Report]] = []
-    counted: Report = {}
-    for words, phases in parts:
-        flops = plans.ask(words)["flops"]
-        counted |= {phase: flops.get(phase, 0) for phase in phases}
-        for _ in range(math.ceil(TURNS / len(parts))):
-            measured, planned = steps.ask(num), plans.ask(1)
-            turns.append(({phase: planned[phase] for phase in phases}, {phase: measured[phase] for phase in phases}))
+Weights = list[tuple[list[str], Mapping[str, float]]]
+"""The words of each plan, and its share of every phase."""
+
+
+def row_of(recipe: str, made: Report, steps: Process, plans: Process, weights: Weights) -> Report:
+    """Both in turn."""
+    num_steps = max(1, math.ceil(LEAST_S / made["step_s"]))
+    counted = plans.ask([words for words, _ in weights])["flops"]
+
+    def of_phases(plans: Sequence[Report]) -> dict[str, float]:
+        return {
+            phase: sum(
+                shares.get(phase, 0.0) * plan.get(phase, 0) for (_, shares), plan in zip(weights, plans, strict=True)
+            )
+            for phase in PHASES
+        }
+
+    turns = []
+    for _ in range(TURNS_OF_SHORT if made["step_s"] < SHORT_S else TURNS):
+        measured, planned = steps.ask(num_steps), plans.ask(1)
+        turns.append((of_phases(planned["seconds"]), measured))
     found: Report = {"recipe": recipe, "turns": turns}
     for phase in PHASES:
-        found[phase] = [
-            statistics.mean(turn[which][phase] for turn in turns if phase in turn[which]) for which in (0, 1)
-        ]
+        found[phase] = [statistics.median(turn[which][phase] for turn in turns) for which in (0, 1)]
     found["ratio"] = sum(found[phase][0] for phase in PHASES) / sum(found[phase][1] for phase in PHASES)
-    found["flops"] = {phase: [counted[phase], made["flops"].get(phase, 0)] for phase in PHASES}
+    flops = of_phases(counted)
+    found["flops"] = {phase: [flops[phase], made["flops"].get(phase, 0)] for phase in PHASES}
     return found
+
+
+def shares_of(lengths: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """Length of a plan -> its share of each phase: two plans give the line through the lengths of all phases."""
+    low = math.floor(lengths["train"])
+    return {
+        low: {phase: low + 1 - length for phase, length in lengths.items()},
+        low + 1: {phase: length - low for phase, length in lengths.items()},
+    }
 
 
 def decoded_tokens(lengths: Sequence[int]) -> float:

@@ -17,7 +17,8 @@ from unirl.app.plan import small_program
 from unirl.app.plan.predict import Seconds
 from unirl.app.plan.rates import DEVICES, KERNEL_S, MATRIX_SHARE, MEMORY_SHARE, Rates, rates_of
 from unirl.app.plan.report import Ahead, Plan, as_json, lines
-from unirl.rehearsal.operators import Call
+from unirl.app.plan.stopwatch import CACHED_BYTES, KEPT_BYTES, Stopwatch
+from unirl.rehearsal.operators import Call, TensorShape
 from unirl.types.errors import ConfigError, UniRLError
 
 H100 = DEVICES["h100"]
@@ -124,3 +125,38 @@ def test_a_small_program_is_timed_on_an_accelerator_in_another_process(monkeypat
     monkeypatch.setattr(gone, "device", torch.device("xpu:3"), raising=False)
     with pytest.raises(UniRLError, match=r"small_program xpu:3 ended with 1: (.|\n)*[Xx][Pp][Uu]"):
         small_program.small_step_s(gone)
+
+
+def test_arguments_of_training_are_more_copies_since_activations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(CPUMeter())
+    shape = TensorShape((1 << 18,), (1,), torch.float32)
+    spec = tree_flatten(((shape,), {}))[1]
+    negated = Call(aten.neg.default, (shape,), spec, 0, 2 << 20, torch.float32)
+    drawn: list[object] = []
+    filled = watch._filled
+    monkeypatch.setattr(watch, "_filled", lambda value: drawn.append(value) or filled(value))
+    assert watch.seconds(negated, trains=False) > 0
+    for_rollout = len(drawn)
+    assert watch.seconds(negated, trains=True) > 0
+    assert for_rollout == 1 + CACHED_BYTES // (2 << 20)
+    assert len(drawn) - for_rollout == 1 + KEPT_BYTES // (2 << 20)
+    assert watch.seconds(negated, trains=True) and len(drawn) == for_rollout + 1 + KEPT_BYTES // (2 << 20)
+
+
+def test_operators_are_timed_in_a_process_that_is_settled_as_that_of_a_run() -> None:
+    timed = """
+import resource, sys
+import torch
+from unirl.app.plan.here import Here
+Here("cpu")
+def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+x, found = torch.ones(1 << 20), []
+for _ in range(5):
+    before = faults()
+    kept = [x * 2 for _ in range(20)]
+    del kept
+    found.append(faults() - before)
+print(min(found))
+"""
+    done = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # freed memory stays: 20 results of 4 MB are 20,480 pages

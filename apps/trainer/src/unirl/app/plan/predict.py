@@ -9,7 +9,8 @@ from unirl.app.plan.rates import Clock
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.rehearsal.operators import Call, total_flops
 
-STEP = ("rollout", "reward", "train", "push")
+TRAIN = "train"
+STEP = ("rollout", "reward", TRAIN, "push")
 """The phases of a step, in their order."""
 MAKING = ("rollout", "reward")
 """Those that make what is trained on."""
@@ -62,7 +63,7 @@ def _phase(found: Rehearsed, phase: str, clock: Clock) -> Seconds:
     calls: Mapping[Call, float] = found.operators.get(phase, {})
     num_bytes = found.times.get(phase, 1.0) * sum(found.collectives.get(phase, {}).values())
     return Seconds(
-        device_s=sum(times * clock.seconds(call) for call, times in calls.items()),
+        device_s=sum(times * clock.seconds(call, trains=phase == TRAIN) for call, times in calls.items()),
         host_s=clock.host_s * sum(times for call, times in calls.items() if clock.is_started(call)),
         sent_s=clock.sent_s(num_bytes, found.num_ranks),
         flops=total_flops(calls),

@@ -40,8 +40,8 @@ class Clock(Protocol):
         """True if the host takes `host_s` for it."""
         ...
 
-    def seconds(self, call: Call) -> float:
-        """Seconds of the device for one call."""
+    def seconds(self, call: Call, *, trains: bool = False) -> float:
+        """Seconds of the device for one call. trains: activations stay for a backward pass."""
         ...
 
     def sent_s(self, num_bytes: float, num_ranks: int) -> float:
@@ -94,8 +94,9 @@ class Rates:
         """What the device computes."""
         return call.is_launched
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: Call, *, trains: bool = False) -> float:
         """The longer of what it computes and what it reads and writes."""
+        del trains  # larger than its caches either way
         if not call.is_launched:
             return 0.0
         peak = self.matrix.half if call.dtype in (torch.bfloat16, torch.float16) else self.matrix.single

@@ -47,7 +47,7 @@ def small_step(device: torch.device) -> Callable[[], None]:
 
 
 def small_step_s(meter: Meter) -> float:
-    """Median seconds of `small_step` on the device of a meter; of an accelerator measured in another process.
+    """Mean seconds of `small_step` on the device of a meter; of an accelerator measured in another process.
 
     Raises UniRLError with what that process wrote if it fails.
     """
@@ -61,7 +61,7 @@ def small_step_s(meter: Meter) -> float:
 
 
 def measured_s(meter: Meter) -> float:
-    """Median seconds of `small_step` in this process."""
+    """Mean seconds of `small_step` in this process."""
     step = small_step(meter.device)
     step()
     found: list[float] = []
@@ -69,7 +69,7 @@ def measured_s(meter: Meter) -> float:
         with meter.measuring() as spent:
             step()
         found.append(spent.seconds)
-    return statistics.median(found)
+    return statistics.mean(found)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from unirl.app.meters import Meter
@@ -17,44 +18,66 @@ from unirl.types.devices import has_values
 
 FEWEST, MOST = 3, 50
 """Timed runs of an operator."""
-CACHED_BYTES = 8 << 20
-"""What the nearest caches hold: arguments are as many copies, used in turn."""
-LEAST_S = 0.004
+CACHED_BYTES, KEPT_BYTES = 8 << 20, 24 << 20
+"""Arguments are as many copies, used in turn: more than the nearest caches hold, and where activations stay for a
+backward pass more than their address tables do, too."""
+LEAST_S = 0.002
 """Seconds after which an operator was timed long enough."""
 
 Value = Any  # Any: arguments of operators
 
 
 class Stopwatch:
-    """Seconds of calls on the device of a meter, each measured once."""
+    """Seconds of calls on the device of a meter, each measured once per way of use."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seconds: dict[Call, float] = {}
+        self._seconds: dict[tuple[Call, bool], float] = {}
+        self._noise = torch.empty(0, device=meter.device)
         self.untimed = set[str]()
         """Operators that this machine lacks; they take nothing."""
 
-    def seconds(self, call: Call) -> float:
-        """Median seconds of a call."""
-        if call not in self._seconds:
-            self._seconds[call] = 0.0 if call.is_free else self._measured(call)
-        return self._seconds[call]
+    def seconds(self, call: Call, *, trains: bool) -> float:
+        """Mean seconds of a call. trains: activations stay for a backward pass."""
+        if (call, trains) not in self._seconds:
+            measured = 0.0 if call.is_free else self._measured(call, KEPT_BYTES if trains else CACHED_BYTES)
+            self._seconds[call, trains] = measured
+        return self._seconds[call, trains]
 
-    def _measured(self, call: Call) -> float:
-        device = self._meter.device
-        generator = torch.Generator(device).manual_seed(0)
+    def _measured(self, call: Call, num_bytes: int) -> float:
         several = [
-            tree_unflatten([_filled(value, generator, device) for value in call.arguments], call.spec)
-            for _ in range(1 + min(MOST, CACHED_BYTES // max(call.num_bytes, 1)))
+            tree_unflatten([self._filled(value) for value in call.arguments], call.spec)
+            for _ in range(1 + min(MOST, num_bytes // max(call.num_bytes, 1)))
         ]
         try:
             with torch.no_grad():
-                return self._median_s([partial(call.func, *args, **kwargs) for args, kwargs in several])
+                return self._mean_s([partial(call.func, *args, **kwargs) for args, kwargs in several])
         except (NotImplementedError, RuntimeError, TypeError, IndexError):  # a kernel that this device lacks
             self.untimed.add(call.name)
             return 0.0
 
-    def _median_s(self, runs: Sequence[Callable[[], object]]) -> float:
+    def _filled(self, value: Value) -> Value:
+        device = self._meter.device
+        if isinstance(value, torch.device):
+            return value if has_values(value) else device
+        if not isinstance(value, TensorShape):
+            return value
+        made = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=device)
+        whole = made.as_strided((_num_stored(value),), (1,))
+        if value.dtype.is_floating_point:
+            whole.copy_(self._noise_of(len(whole)))
+        else:
+            whole.zero_()  # indices that are always there
+        return made
+
+    def _noise_of(self, num: int) -> Tensor:
+        """The first numbers of one noise: to draw them for each argument takes longer than what is timed."""
+        if num > len(self._noise):
+            generator = torch.Generator(self._meter.device).manual_seed(0)
+            self._noise = torch.randn(2 * num, generator=generator, device=generator.device)
+        return self._noise[:num]
+
+    def _mean_s(self, runs: Sequence[Callable[[], object]]) -> float:
         """As within a program: arguments are not in the nearest cache, and results, which stay for a while, take memory
         that the process has not touched yet."""
         found: list[float] = []
@@ -65,21 +88,7 @@ class Stopwatch:
             found.append(spent.seconds)
             if len(found) >= MOST or (len(found) >= FEWEST and sum(found) >= LEAST_S):
                 break
-        return statistics.median(found)
-
-
-def _filled(value: Value, generator: torch.Generator, device: torch.device) -> Value:
-    if isinstance(value, torch.device):
-        return value if has_values(value) else device
-    if not isinstance(value, TensorShape):
-        return value
-    made = torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=device)
-    whole = made.as_strided((_num_stored(value),), (1,))
-    if value.dtype.is_floating_point:
-        whole.copy_(torch.randn(whole.shape, generator=generator, device=generator.device))
-    else:
-        whole.zero_()  # indices that are always there
-    return made
+        return statistics.mean(found)
 
 
 def _num_stored(shape: TensorShape) -> int:
