@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,14 @@ import torch
 import unirl.worlds.shapes
 from unirl.app.command_line import Command
 from unirl.app.recipe import composed, settled
+from unirl.app.rehearsal import command
+from unirl.app.rehearsal.command import WORLDS, for_devices
 from unirl.app.rehearsal.engines import with_engines
 from unirl.app.rehearsal.rehearse import Rehearsed
 from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
 from unirl.app.rehearsal.texts import FirstTokens, keys_of_groups
+from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
 from unirl.data.datasets import read_rows
@@ -364,3 +368,39 @@ def test_only_what_is_counted_decides_whether_it_fits() -> None:
 def test_a_limit_is_a_size_in_gigabytes(text: str) -> None:
     with pytest.raises(ConfigError, match="80GB"):
         limit_of(text)
+
+
+def test_rehearsals_at_a_time_are_for_all_recipes() -> None:
+    for words in (["sd3/grpo", "--jobs", "2"], ["--all", "--jobs", "0"]):
+        done = rehearse(*words)
+        assert done.returncode == 2
+        assert "rehearsals at a time" in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_recipe_of_each_family_and_of_each_algorithm_fits_the_devices_of_its_header() -> None:
+    families, algorithms = set[str](), set[object]()
+    failed: dict[str, str] = {}
+    for name in available():
+        if name.startswith(WORLDS):
+            continue
+        family = name.split("/", maxsplit=1)[0]
+        policies = for_devices(composed(Command("rehearse", name, ()))).policies.values()
+        own = {part.node["_target_"] for policy in policies for part in policy.algorithms.values()}
+        if family in families and own <= algorithms:
+            continue
+        families.add(family)
+        algorithms |= own
+        done = rehearse(name, "--fits", "80GB")
+        if done.returncode:
+            failed[name] = f"{done.stdout[-500:]}{done.stderr[-500:]}"
+    assert not failed
+    assert len(families) > 20
+    assert len(algorithms) > 30
+
+
+@pytest.mark.nightly
+def test_reports_come_in_the_order_of_the_recipes() -> None:
+    report = partial(command._Report, is_well=True)
+    names = ["b", "a", "c"]
+    assert list(command._reports(report, names, 2)) == [report(name) for name in names]

@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "against": ("eval", "conformance"),
     "suite": ("eval",),
     "stage": ("eval",),
-    "jobs": ("compare",),
+    "jobs": ("rehearse", "compare"),
     "warmup": ("bench", "profile"),
     "repeats": ("bench",),
     "out": ("data",),
@@ -277,7 +277,7 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
         metavar="FILE",
         help="conformance: fail where a cell of this table got worse; eval --suite: results to compare with, or base",
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="compare: runs at a time (1)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="rehearse --all, compare: runs at a time (1)")
     parser.add_argument("--warmup", type=int, metavar="N", help="bench, profile: steps before those that are measured")
     parser.add_argument("--repeats", type=int, metavar="N", help="bench: timed steps")
     parser.add_argument("--out", metavar="FOLDER", help="data prepare: where to write (datasets/NAME)")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from unirl.app.command_line import Command
+from unirl.app.environment import prepare_process
 from unirl.app.recipe import composed, settled
 from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
 from unirl.app.rehearsal.report import limit_of, lines, verdict
@@ -28,29 +34,50 @@ USUAL_BYTES = 80e9
 
 def rehearse_recipes(command: Command) -> int:
     """Write a table for each; returns the exit status, 1 where one does not fit or cannot be rehearsed."""
-    is_all = "all" in command.options
-    names = [name for name in available() if not name.startswith(WORLDS)] if is_all else [command.recipe]
     limit = limit_of(str(command.options["fits"])) if "fits" in command.options else None
-    device_bytes = limit or USUAL_BYTES
-    failed = 0
-    for name in names:
-        try:
-            found = rehearsed(for_devices(composed(command, name)), device_bytes)
-        except UniRLError as error:
-            if not is_all:
-                raise
-            sys.stdout.write(f"{name}: not rehearsed: {error}\n")
-            sys.stdout.flush()
-            failed += 1
-            continue
-        shown = list(lines(found))
-        if limit is not None:
-            fits, said = verdict(found, limit)
-            failed += not fits
-            shown += said
-        sys.stdout.write("".join(f"{line}\n" for line in shown))
+    num_jobs = int(command.options.get("jobs", 1))
+    if num_jobs < 1 or ("jobs" in command.options and "all" not in command.options):
+        raise ConfigError(f"--jobs {num_jobs}: rehearsals at a time, 1 or more, for rehearse --all alone")
+    if "all" not in command.options:
+        report = _report(command, limit, command.recipe)
+        sys.stdout.write(report.text)
+        return int(not report.is_well)
+    names = [name for name in available() if not name.startswith(WORLDS)]
+    is_well = True
+    for report in _reports(partial(_report_or_reason, command, limit), names, num_jobs):
+        sys.stdout.write(report.text)
         sys.stdout.flush()
-    return int(failed > 0)
+        is_well = is_well and report.is_well
+    return int(not is_well)
+
+
+@dataclass(frozen=True)
+class _Report:
+    text: str
+    is_well: bool
+    """Rehearsed, and it fits where a limit was given."""
+
+
+def _reports(report: Callable[[str], _Report], names: Sequence[str], num_jobs: int) -> Iterator[_Report]:
+    """Of each name in their order, made by so many processes; by this one alone if it is one."""
+    if num_jobs == 1:
+        yield from map(report, names)
+        return
+    with ProcessPoolExecutor(num_jobs, multiprocessing.get_context("spawn"), prepare_process) as pool:
+        yield from pool.map(report, names)
+
+
+def _report(command: Command, limit: float | None, name: str) -> _Report:
+    found = rehearsed(for_devices(composed(command, name)), limit or USUAL_BYTES)
+    fits, said = verdict(found, limit) if limit is not None else (True, [])
+    return _Report("".join(f"{line}\n" for line in (*lines(found), *said)), fits)
+
+
+def _report_or_reason(command: Command, limit: float | None, name: str) -> _Report:
+    try:
+        return _report(command, limit, name)
+    except UniRLError as error:
+        return _Report(f"{name}: not rehearsed: {error}\n", is_well=False)
 
 
 def for_devices(config: DictConfig) -> ComposedRun:
