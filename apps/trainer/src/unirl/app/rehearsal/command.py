@@ -59,7 +59,7 @@ class _Report:
 
 
 def _reports(report: Callable[[str], _Report], names: Sequence[str], num_jobs: int) -> Iterator[_Report]:
-    """Of each name in their order, made by so many processes; by this one alone if it is one."""
+    """Reports in the order of their names, made by so many processes; by this one alone if it is one."""
     if num_jobs == 1:
         yield from map(report, names)
         return
