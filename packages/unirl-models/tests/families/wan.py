@@ -14,7 +14,17 @@ from torch import Tensor
 
 from unirl.models.diffusers_pipeline.normalisation import standardised
 from unirl.models.diffusers_pipeline.references import as_pil
-from unirl.models.tiny.wan import shared_parts, tiny_transformer, tiny_vae, two_experts
+from unirl.models.tiny.wan import (
+    CLIP_TOKENS,
+    clip,
+    image_to_video,
+    image_to_video_clip,
+    image_to_video_experts,
+    shared_parts,
+    tiny_transformer,
+    tiny_vae,
+    two_experts,
+)
 from unirl.models.wan.bundle import WanAnimateBundle, WanBundle, WanImageBundle, WanVACEBundle
 from unirl.models.wan.pipeline import WanAnimatePipeline, WanImagePipeline, WanPipeline, WanVACEPipeline
 from unirl.types.media import ImageLists, Images, Primitive, Videos
@@ -56,43 +66,6 @@ def call(request: Request) -> dict[str, Any]:
         guidance_scale_2=params.guidance_scale_2,
         max_sequence_length=params.max_sequence_length,
     )
-
-
-CLIP_TOKENS = 5
-
-
-def clip(model_class: Any) -> dict[str, Any]:
-    """Features [5, 8] of an image of any size, by the class that a release names."""
-    config = transformers.CLIPVisionConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=16,
-        projection_dim=8,
-    )
-    return {
-        "image_encoder": model_class(config),
-        "image_processor": transformers.CLIPImageProcessor(crop_size=32, size=32),
-    }
-
-
-def tiny_i2v(**changes: Any) -> Any:
-    pipeline_class: Any = diffusers.WanImageToVideoPipeline
-    return pipeline_class(
-        **{"transformer": tiny_transformer(in_channels=12), **shared_parts(), "image_encoder": None, **changes}
-    )
-
-
-def tiny_i2v_clip(**changes: Any) -> Any:
-    transformer = tiny_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24, **changes)
-    return tiny_i2v(transformer=transformer, **clip(transformers.CLIPVisionModelWithProjection))
-
-
-def tiny_i2v_two_experts() -> Any:
-    experts = {name: tiny_transformer(in_channels=12) for name in ("transformer", "transformer_2")}
-    return tiny_i2v(**experts, boundary_ratio=0.9)
 
 
 def pictures(num_samples: int, seed: int = 0) -> Images:
@@ -285,7 +258,7 @@ FAMILIES = [
         name="wan21_i2v",
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
-        tiny=seeded(tiny_i2v_clip),
+        tiny=seeded(image_to_video_clip),
         params=PARAMS | CLIP_TEXT,
         other_size=OTHER_SIZE,
         call=call_with_images,
@@ -297,7 +270,7 @@ FAMILIES = [
         name="wan21_first_last_frame",
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
-        tiny=seeded(lambda: tiny_i2v_clip(pos_embed_seq_len=2 * CLIP_TOKENS)),
+        tiny=seeded(lambda: image_to_video_clip(pos_embed_seq_len=2 * CLIP_TOKENS)),
         params=PARAMS | CLIP_TEXT,
         other_size=OTHER_SIZE,
         call=call_with_images,
@@ -309,7 +282,7 @@ FAMILIES = [
         name="wan22_i2v",
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
-        tiny=seeded(tiny_i2v_two_experts),
+        tiny=seeded(image_to_video_experts),
         params=PARAMS | {"guidance_scale_2": 2.0},
         other_size=OTHER_SIZE,
         unguided={"guidance_scale": 1.0, "guidance_scale_2": None},
@@ -324,7 +297,7 @@ FAMILIES = [
         tile=None,
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
-        tiny=seeded(lambda: tiny_i2v(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)),
+        tiny=seeded(lambda: image_to_video(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)),
         params=PARAMS,
         other_size={"height": 64, "width": 32, "num_frames": 9},
         call=call_with_images,

@@ -70,6 +70,57 @@ def two_experts() -> Any:
     return pipeline_class(**experts, **shared_parts(), boundary_ratio=0.875)
 
 
+CLIP_TOKENS = 5
+"""Number of the features of an image."""
+
+
+def clip(model_class: Any) -> dict[str, Any]:
+    """Features [CLIP_TOKENS, 8] of an image of any size, by the class that a release names."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=16,
+        projection_dim=8,
+    )
+    return {
+        "image_encoder": model_class(config),
+        "image_processor": transformers.CLIPImageProcessor(crop_size=32, size=32),
+    }
+
+
+def image_to_video(**changes: Any) -> Any:
+    """diffusers' own pipeline of one transformer that reads given frames as channels."""
+    pipeline_class: Any = diffusers.WanImageToVideoPipeline
+    return pipeline_class(
+        **{"transformer": tiny_transformer(in_channels=12), **shared_parts(), "image_encoder": None, **changes}
+    )
+
+
+def image_to_video_clip(**changes: Any) -> Any:
+    """That of Wan 2.1, which reads features of the images too."""
+    transformer = tiny_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24, **changes)
+    return image_to_video(transformer=transformer, **clip(transformers.CLIPVisionModelWithProjection))
+
+
+def image_to_video_experts() -> Any:
+    """That of Wan 2.2, whose first of five unshifted levels belongs to the first expert."""
+    experts = {name: tiny_transformer(in_channels=12) for name in ("transformer", "transformer_2")}
+    return image_to_video(**experts, boundary_ratio=0.9)
+
+
+def write_image_to_video(folder: Path) -> None:
+    """A folder of random weights of Wan 2.1, seed 0."""
+    save_random(image_to_video_clip, folder)
+
+
+def write_image_to_video_experts(folder: Path) -> None:
+    """A folder of random weights of Wan 2.2, seed 0."""
+    save_random(image_to_video_experts, folder)
+
+
 def write_two_experts(folder: Path) -> None:
     """A folder of random weights, seed 0."""
     save_random(two_experts, folder)
