@@ -1,6 +1,7 @@
 """Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random FLUX.1,
 Z-Image, Qwen-Image, HunyuanVideo 1.5 and Wan 2.2 of two layers."""
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -23,13 +24,14 @@ from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
 from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
-from unirl.models.wan.bundle import WanBundle
-from unirl.models.wan.pipeline import WanPipeline
+from unirl.models.wan.bundle import WanBundle, WanImageBundle
+from unirl.models.wan.pipeline import WanImagePipeline, WanPipeline
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.pipeline import ZImagePipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule
 from unirl.types.media import Images, Texts, Videos
+from unirl.types.rollout import RolloutReq
 from unirl.types.weights import qualified
 
 pytestmark = [pytest.mark.slow]
@@ -44,6 +46,7 @@ GUIDED_TWICE = {**GUIDED, "guidance_scale_2": 2.0}
 EXPERTS = {"num_frames": 5, "max_sequence_length": 64}
 LONG = " ".join(["a picture of"] * 8)
 """Fills more blocks of tokens than the short prompts do, after which Z-Image places its images."""
+IMAGES = {"num_frames": 5}
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
     "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
@@ -51,9 +54,20 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "z_image": (None, z_image.write, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
     "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
     "wan22": (None, wan.write_two_experts, WanBundle, WanPipeline, EXPERTS),
+    "wan_images": (None, wan.write_image_to_video, WanImageBundle, WanImagePipeline, IMAGES),
+    "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
+
+
+def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
+    """A request, with images where the family reads some."""
+    if not name.endswith("images"):
+        return request(pipeline, **changes)
+    req = request(pipeline, max_sequence_length=None, **changes)
+    pixels = torch.rand(req.batch_size, 3, 40, 56, generator=torch.Generator().manual_seed(0))
+    return dataclasses.replace(req, primitives={**req.primitives, "image": Images(pixels=pixels)})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
         marked("sglang", "wan"),
         *(nightly(marked("sglang", name)) for name in ("flux", "flux2_klein", "z_image", "qwen_image", "wan22")),
         marked("vllm_omni", "qwen_image"),
-        *(nightly(marked("vllm_omni", name)) for name in ("flux2_klein", "wan", "wan22", "hunyuan_video15")),
+        *(nightly(marked("vllm_omni", name)) for name in FAMILIES if name != "qwen_image"),
     ],
 )
 def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
@@ -76,9 +90,9 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
     )
     engine = SERVED[engine_name].start(pipeline, checkpoint)
     try:
-        guided = [] if world is not None else [GUIDED_TWICE if name == "wan22" else GUIDED]
+        guided = [] if world is not None else [GUIDED_TWICE if name.startswith("wan22") else GUIDED]
         for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *guided):
-            req = request(pipeline, **changes, **more)
+            req = asked(pipeline, name, **changes, **more)
             if world is None:
                 assert isinstance(texts := req.primitives["text"], Texts)
                 texts.texts[1::3] = [f"{LONG} {text}" for text in texts.texts[1::3]]
@@ -96,7 +110,7 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
         push(engine, qualified(weights), 1)
         for component, module in pipeline.bundle.trainable_modules().items():
             module.load_state_dict(weights[component])
-        req = request(pipeline, **changes)
+        req = asked(pipeline, name, **changes)
         found = engine.generate(req).tracks["image"].segment.latents
         assert float((found - direct(pipeline, req).latents).abs().max()) < TOLERANCE
     finally:

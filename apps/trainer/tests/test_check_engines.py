@@ -210,6 +210,11 @@ def findings(name, *overrides):
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
+            "wan22/animate",
+            ["parts/engine=vllm_omni", "parts/sync=lora", "~engine.media_bits"],
+            "the recipe has WanAnimateBundle. Set engine._target_: ",
+        ),
+        (
             "hunyuan_video15/t2v_dancegrpo",
             ["parts/engine=vllm_omni", "parts/sync=lora"],
             "VLLMOmniEngine does not take of HunyuanVideo15Bundle as they are. Set sync._target_: unirl.distributed."
@@ -275,6 +280,16 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         ("worlds/shapes/nft", ["device=cuda", "+residency.offload_optimizer=true"]),
         (REPLICA, [*APART, "+sync.transport=ipc", "+sync.changed=tensors"]),
         (REPLICA, [*APART, "+sync.transport=files", "+sync.transfer_dir=/dev/shm"]),
+        (
+            "wan21/i2v",
+            [
+                "parts/engine=vllm_omni",
+                "parts/sync=lora",
+                "~engine.media_bits",
+                "+sync.canary_image_size=64",
+                "eval.post_solver=euler",
+            ],
+        ),
     ],
 )
 def test_what_moves_and_fits_passes(name, overrides):

@@ -1,6 +1,7 @@
 """The vLLM-Omni engine without vLLM-Omni: what crosses, and how its transformers are called."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from rollout_fakes import PARAMS
 
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.rollout.engine.vllm_omni.families import SERVED, family_of, text_tensors
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Pictures, Text
-from unirl.types.conditions import ImageLatentCondition, ImagePatchCondition, TextEmbedCondition
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Frames, Pictures, Text
+from unirl.types.conditions import ImageEmbedCondition, ImageLatentCondition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -60,8 +61,8 @@ def test_conditions_that_are_no_text_are_refused():
 
 def test_a_checkpoint_that_is_not_served_is_named(tmp_path):
     index = tmp_path / "model_index.json"
-    index.write_text('{"_class_name": "ZImagePipeline"}')
-    with pytest.raises(ConfigError, match=r"holds a ZImagePipeline; the vLLM-Omni engine serves StableDiff.*Replica"):
+    index.write_text('{"_class_name": "SanaPipeline"}')
+    with pytest.raises(ConfigError, match=r"holds a SanaPipeline; the vLLM-Omni engine serves StableDiff.*Replica"):
         family_of(tmp_path)
     index.write_text('{"_class_name": "WanPipeline"}')
     assert family_of(tmp_path) is SERVED["WanPipeline"]
@@ -105,3 +106,66 @@ def test_positions_of_flux_2_count_rows_then_columns():
     assert inputs["img_ids"].tolist() == [[0, row, column, 0] for row in range(2) for column in range(3)]
     assert inputs["txt_ids"].tolist() == [[0, 0, 0, token] for token in range(4)]
     assert inputs["timestep"].tolist() == [0.5]  # it multiplies by 1000 itself
+
+
+def test_texts_of_z_image_go_together_if_they_fill_as_many_blocks():
+    mask = torch.ones(4, 40)
+    mask[0, 3:] = mask[2, 32:] = 0
+    text = Text(embeds=torch.randn(4, 40, 8), mask=mask, pooled=None)
+    without = Text(embeds=torch.randn(4, 5, 8), mask=None, pooled=None)
+    native = NATIVE["ZImagePipeline"]
+    assert native.rows_together({"text": text, "negative_text": without}) == [[0, 2], [1, 3]]
+    assert NATIVE["QwenImagePipeline"].rows_together({"text": text}) == [[0, 1, 2, 3]]
+    inputs = native.inputs(torch.zeros(4, 16, 2, 2), torch.full((4,), 0.25), {"text": text}, None)
+    assert [len(row) for row in inputs["cap_feats"]] == [3, 40, 32, 40]
+    assert torch.equal(inputs["cap_feats"][0], text.embeds[0, :3])
+    assert inputs["t"].tolist() == [0.75] * 4
+    assert [tuple(row.shape) for row in inputs["x"]] == [(16, 1, 2, 2)] * 4
+
+
+def test_z_image_points_from_noise_to_image():
+    out = torch.randn(3, 16, 1, 2, 2)
+    velocity = NATIVE["ZImagePipeline"].forward(lambda **inputs: (list(out), {}), {})
+    assert torch.equal(velocity, -out[:, :, 0])
+
+
+def test_guidance_that_flux_takes_as_an_input_is_in_the_layout_of_a_call():
+    assert SERVED["FluxPipeline"].served == {"distilled_guidance_scale"}
+    inputs = NATIVE["FluxPipeline"].inputs(
+        torch.zeros(2, 16, 4, 6), torch.full((2,), 0.5), {"text": Text(TEXT.embeds, None, TEXT.pooled)}, None
+    )
+    assert inputs["img_ids"].tolist() == [[0, row, column] for row in range(2) for column in range(3)]
+    assert inputs["txt_ids"].shape == (3, 3) and not inputs["txt_ids"].any()
+    assert inputs["hidden_states"].shape == (2, 6, 64)
+
+
+def test_given_frames_are_channels_and_their_images_features():
+    frames, features = torch.ones(2, 3, 1, 2, 2), torch.arange(2.0 * 10 * 4).view(2, 10, 4)
+    conditions = {
+        "text": TEXT,
+        "image": ImageLatentCondition(latents=frames),
+        "image_embeds": ImageEmbedCondition(embeds=features),
+    }
+    family = SERVED["WanImageToVideoPipeline"]
+    tensors = text_tensors(conditions, family, dataclasses.replace(PARAMS, max_sequence_length=7))
+    assert set(tensors) == {"text.embeds", "text.pooled", "image.latents", "image_embeds.features"}
+    own = {"hidden_states": torch.zeros(2, 4, 1, 2, 2)}
+    one = Frames(frames, features, 1).beside(own)
+    assert one["hidden_states"].shape == (2, 7, 1, 2, 2)
+    assert torch.equal(one["encoder_hidden_states_image"], features)
+    two = Frames(frames, features, 2).beside(own)
+    assert torch.equal(two["encoder_hidden_states_image"], features.reshape(4, 5, 4))
+    assert "encoder_hidden_states_image" not in Frames(frames, None, 1).beside(own)
+    with pytest.raises(ContractError, match="the conditions hold 'image'"):
+        text_tensors(conditions, SERVED["WanPipeline"], PARAMS)
+
+
+def test_what_differs_in_vllm_omni_is_corrected():
+    norms = SimpleNamespace(norm1=torch.nn.LayerNorm(4, eps=1e-6), norm2=torch.nn.LayerNorm(4, eps=1e-6))
+    wan = SimpleNamespace(condition_embedder=SimpleNamespace(image_embedder=norms))
+    NATIVE["WanImageToVideoPipeline"].mend(wan)
+    assert norms.norm1.eps == norms.norm2.eps == 1e-5
+    NATIVE["WanPipeline"].mend(SimpleNamespace(condition_embedder=SimpleNamespace(image_embedder=None)))
+    flux = SimpleNamespace(packed_modules_mapping={"to_qkv": ["to_q", "to_k"]})
+    NATIVE["FluxPipeline"].mend(flux)
+    assert flux.stacked_params_mapping == [(".to_qkv", ".to_q", 0), (".to_qkv", ".to_k", 1)]

@@ -15,7 +15,7 @@ CONFIG_FILE = "config.json"
 """Configuration file of a model that is a single module and has no index."""
 TRANSFORMER, SECOND_EXPERT = "transformer", "transformer_2"
 """Names of denoising components and of their folders."""
-WITH_TWO_EXPERTS = ("WanPipeline",)
+WITH_TWO_EXPERTS = ("WanPipeline", "WanImageToVideoPipeline")
 """Pipeline classes that are served with a second expert, too."""
 REPLICA = "unirl.rollout.engine.replica.engine.ReplicaRolloutEngine"
 

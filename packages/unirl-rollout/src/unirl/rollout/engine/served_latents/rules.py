@@ -11,10 +11,16 @@ Rule = Callable[[Part, Run], Messages]
 
 
 def family_is_served(
-    bundles: tuple[str, ...], *, with_images: tuple[str, ...] = (), reasons: Mapping[str, str] | None = None
+    bundles: tuple[str, ...],
+    *,
+    with_images: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    reasons: Mapping[str, str] | None = None,
 ) -> Rule:
     """The model is one of `bundles` (class names), which the engine runs natively, and has no image inputs unless it is
     one of `with_images`, which are among them.
+
+    without: subclasses of these that it does not run.
 
     reasons: class name -> what of the engine keeps it from serving the model, as a sentence.
     """
@@ -23,7 +29,7 @@ def family_is_served(
         bundle = run.policy.bundle
         names = bundle.class_names
         known = with_images if bundle.ability("needs_media") else bundles
-        if not bundle.takes_any and not set(names) & set(known):
+        if not bundle.takes_any and (not set(names) & set(known) or set(names) & set(without)):
             why = next((reason for name, reason in (reasons or {}).items() if name in names), None)
             said = f"serves {', '.join(bundles)}, the recipe has {bundle.name}."
             if why is not None:

@@ -15,7 +15,7 @@ from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.served_latents.call import LATENTS
 from unirl.rollout.engine.served_latents.engine import ServedLatentsEngine
 from unirl.rollout.engine.served_latents.folder import transformers
-from unirl.rollout.engine.vllm_omni.families import family_of, text_tensors
+from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, family_of, text_tensors
 from unirl.rollout.engine.vllm_omni.messages import CODEC, Ready
 from unirl.rollout.engine.written_for import VLLM_OMNI
 from unirl.types.bounds import PositiveInt, bounded
@@ -45,7 +45,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_omni.rules"
     takes_media: ClassVar[bool] = True
-    takes_media_of: ClassVar[tuple[str, ...] | None] = ("QwenImageEditBundle",)
+    takes_media_of: ClassVar[tuple[str, ...] | None] = ("QwenImageEditBundle", "WanImageBundle")
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
     renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC
@@ -88,8 +88,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._track = track
         self._modality = self._family.modality
         self._settings = self._family.settings
-        if len(transformers(folder)) > 1:
-            self._served = frozenset({"guidance_scale_2"})
+        self._served = self._family.served | (frozenset() if len(transformers(folder)) == 1 else {"guidance_scale_2"})
         if own.max_lora_rank is not None and not self._family.takes_adapters:
             raise ConfigError(
                 f"engine.max_lora_rank = {own.max_lora_rank}: adapters of {folder.name} cannot be pushed to vLLM-Omni "
@@ -124,4 +123,5 @@ class VLLMOmniEngine(ServedLatentsEngine):
         return stored
 
     def _layout(self, params: DiffusionSamplingParams) -> dict[str, Any]:  # Any: JSON
-        return dict(params.sampler_kwargs)
+        scale = params.distilled_guidance_scale
+        return {**params.sampler_kwargs, **({} if scale is None else {DISTILLED_GUIDANCE: scale})}

@@ -14,17 +14,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unirl.rollout.engine.served_latents.folder import served_class
-from unirl.types.conditions import Condition, ImagePatchCondition, TextEmbedCondition, TextTokenCondition
+from unirl.types.conditions import (
+    Condition,
+    ImageEmbedCondition,
+    ImageLatentCondition,
+    ImagePatchCondition,
+    TextEmbedCondition,
+    TextTokenCondition,
+)
 from unirl.types.errors import ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
 
 NEGATIVE = "negative_"
 """Prefix of the condition slots of the negative prompt."""
-PATCHES = ".patches"
-"""End of the name of images as tokens."""
+PATCHES, FRAMES, FEATURES = ".patches", ".latents", ".features"
+"""Ends of the names of images as tokens, as latents next to those of the sample, and as features."""
 INTERVAL = "guidance_interval"
 """Key of `sampler_kwargs`: the two noise levels between which steps are guided."""
+DISTILLED_GUIDANCE = "distilled_guidance_scale"
+"""Sampling setting, and its key in a call's layout: guidance that the model takes as an input."""
 FULL_TEXT = 512
 """Text length if `max_sequence_length` is not set, for families that attend to padding."""
 
@@ -48,19 +57,29 @@ class Family:
     """True if LoRA adapters can be pushed unmerged; merged ones always can."""
     loaded_as: str | None = None
     """Pipeline class that vLLM-Omni is told to load instead, whose requests bring no images for its own processing."""
-    reads_images: bool = False
-    """True if the model reads images, which the trainer's pipeline has encoded."""
+    reads: tuple[type[Condition], ...] = ()
+    """Conditions besides texts that the model reads, as the trainer's pipeline has encoded them."""
     settings: frozenset[str] = frozenset()
     """Keys of `sampler_kwargs` that the worker knows."""
+    served: frozenset[str] = frozenset()
+    """Sampling settings that other families have not."""
 
 
 SERVED: Mapping[str, Family] = {
     "StableDiffusion3Pipeline": Family(),
     "QwenImagePipeline": Family(),
-    "QwenImageEditPipeline": Family(loaded_as="QwenImagePipeline", reads_images=True),
-    "QwenImageEditPlusPipeline": Family(loaded_as="QwenImagePipeline", reads_images=True),
+    "QwenImageEditPipeline": Family(loaded_as="QwenImagePipeline", reads=(ImagePatchCondition,)),
+    "QwenImageEditPlusPipeline": Family(loaded_as="QwenImagePipeline", reads=(ImagePatchCondition,)),
+    "FluxPipeline": Family(served=frozenset({DISTILLED_GUIDANCE})),
     "Flux2KleinPipeline": Family(),
+    "ZImagePipeline": Family(),
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
+    "WanImageToVideoPipeline": Family(
+        Modality.VIDEO,
+        attends_to_padding=True,
+        loaded_as="WanPipeline",
+        reads=(ImageLatentCondition, ImageEmbedCondition),
+    ),
     # vLLM-Omni supports adapters only in the blocks, not in the text refiner, which LoRA trains too.
     "HunyuanVideo15Pipeline": Family(Modality.VIDEO, takes_adapters=False),
     "bagel": Family(
@@ -93,21 +112,17 @@ def text_tensors(
     """`SLOT.embeds` [B, L, D], `SLOT.mask` [B, L] and `SLOT.pooled` [B, P] of every text, as far as it has them. For a
     text that the model embeds itself: `SLOT.ids` and `SLOT.mask` [B, L].
 
-    Of images, as tokens: `SLOT.patches` [N, D] of all samples, `SLOT.grids` [I, 3] of all images, and `SLOT.images`
-    [B], how many a sample has. Raises ContractError for a condition that the family does not read.
+    Of images as tokens `SLOT.patches` [N, D] of all samples, `SLOT.grids` [I, 3] of all images, and `SLOT.images` [B],
+    how many a sample has; as latents `SLOT.latents` [B, ...], as features `SLOT.features` [B, L, D]. Raises
+    ContractError for a condition that the family does not read.
     """
     tensors: dict[str, Tensor] = {}
     for slot, condition in conditions.items():
         if isinstance(condition, TextTokenCondition):
             tensors |= {f"{slot}.ids": condition.input_ids, f"{slot}.mask": condition.attention_mask}
             continue
-        if isinstance(condition, ImagePatchCondition) and family.reads_images:
-            grids = [grid for sample in condition.grids for grid in sample]
-            tensors |= {
-                f"{slot}{PATCHES}": condition.patches,
-                f"{slot}.grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
-                f"{slot}.images": torch.tensor([len(sample) for sample in condition.grids]),
-            }
+        if isinstance(condition, family.reads):
+            tensors |= _image_tensors(slot, condition)
             continue
         if not isinstance(condition, TextEmbedCondition):
             raise ContractError(
@@ -124,3 +139,18 @@ def text_tensors(
         if condition.pooled is not None:
             tensors[f"{slot}.pooled"] = condition.pooled
     return tensors
+
+
+def _image_tensors(slot: str, condition: Condition) -> dict[str, Tensor]:
+    if isinstance(condition, ImageLatentCondition):
+        return {f"{slot}{FRAMES}": condition.latents}
+    if isinstance(condition, ImageEmbedCondition):
+        return {f"{slot}{FEATURES}": condition.embeds}
+    if not isinstance(condition, ImagePatchCondition):
+        raise TypeError(condition)
+    grids = [grid for sample in condition.grids for grid in sample]
+    return {
+        f"{slot}{PATCHES}": condition.patches,
+        f"{slot}.grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
+        f"{slot}.images": torch.tensor([len(sample) for sample in condition.grids]),
+    }

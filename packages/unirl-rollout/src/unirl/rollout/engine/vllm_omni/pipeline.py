@@ -24,9 +24,9 @@ from unirl.rollout.engine.served_latents.folder import (
     served_class,
     transformers,
 )
-from unirl.rollout.engine.vllm_omni.families import NEGATIVE, PATCHES
+from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, FEATURES, FRAMES, NEGATIVE, PATCHES
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Pictures, Text, Texts
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Frames, Pictures, Text, Texts
 from unirl.sde.loop import Velocity
 from unirl.types.batch import rows_by
 
@@ -63,7 +63,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
     def predict_noise(self, transformer: Any, **inputs: Any) -> Tensor:  # Any: vLLM-Omni's own
         """Velocity of one guidance branch, in float32 as in the trainer."""
-        return transformer(**inputs, return_dict=False)[0].float()
+        return self.native.forward(transformer, inputs).float()
 
     @property
     def pushed_modules(self) -> dict[str, nn.Module]:
@@ -72,40 +72,57 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
     def velocity(self, call: SampleLatents, tensors: dict[str, Tensor], start: Tensor) -> Velocity:
         """Velocity of the transformer of each level, guided if there is a negative prompt: a forward per group of rows
-        whose images have the same sizes."""
+        that it takes together."""
         dtype = self.od_config.dtype
-        pictures = _pictures(tensors, dtype)
+        shown = _pictures(tensors, dtype) or self._frames(call, tensors)
         slots = {name.rsplit(".", 1)[0] for name in tensors if name.endswith(".embeds")}
         texts = {slot: _text(tensors, slot, dtype) for slot in slots}
-        if not pictures:
-            return lambda x, sigma_B, step_B: self._predicted(call, x, sigma_B, texts, None)
-        groups = [(rows, {slot: text.select(rows) for slot, text in texts.items()}, shown) for rows, shown in pictures]
+        groups = shown or [(rows, None) for rows in self.native.rows_together(texts)]
+        if len(groups) == 1:
+            ((_, only),) = groups
+            return lambda x, sigma_B, step_B: self._predicted(call, x, sigma_B, texts, only)
+        parts = [(rows, {slot: text.select(rows) for slot, text in texts.items()}, given) for rows, given in groups]
 
         def velocity(x: Tensor, sigma_B: Tensor, step_B: Tensor) -> Tensor:
             del step_B
             out = torch.empty_like(x)
-            for rows, own, shown in groups:
-                out[rows] = self._predicted(call, x[rows], sigma_B[rows], own, shown)
+            for rows, own, given in parts:
+                out[rows] = self._predicted(call, x[rows], sigma_B[rows], own, given)
             return out
 
         return velocity
 
+    def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Frames]]:
+        """All rows with their given frames; empty without."""
+        found = {
+            end: next((tensor.to(self.od_config.dtype) for name, tensor in tensors.items() if name.endswith(end)), None)
+            for end in (FRAMES, FEATURES)
+        }
+        if (latents := found[FRAMES]) is None:
+            return []
+        transformer: Any = getattr(self, TRANSFORMER)
+        num_images = 1 if transformer.config.pos_embed_seq_len is None else 2
+        return [(list(range(call.num_samples)), Frames(latents, found[FEATURES], num_images))]
+
     def _predicted(
-        self, call: SampleLatents, x: Tensor, sigma_B: Tensor, texts: Texts, pictures: Pictures | None
+        self, call: SampleLatents, x: Tensor, sigma_B: Tensor, texts: Texts, given: Pictures | Frames | None
     ) -> Tensor:
         """Velocity [B, ...] of rows of one noise level."""
         without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}
         conditional = {slot: text for slot, text in texts.items() if not slot.startswith(NEGATIVE)}
         is_second = self.boundary is not None and bool(sigma_B[0] < self.boundary)
         transformer: Any = getattr(self, SECOND_EXPERT if is_second else TRANSFORMER)
+        distilled = call.layout.get(DISTILLED_GUIDANCE)
+        guidance = {} if distilled is None else {"guidance": sigma_B.new_full((len(x),), distilled)}
 
         def inputs(branch: Texts) -> dict[str, Any]:
             own = self.native.inputs(x.to(self.od_config.dtype), sigma_B, branch, transformer)
-            return {"transformer": transformer, **(own if pictures is None else pictures.beside(own))}
+            return {"transformer": transformer, **guidance, **(own if given is None else given.beside(own))}
 
+        scale = call.scale_of_second if is_second else call.guidance_scale
         out = self.predict_noise_maybe_with_cfg(
             do_true_cfg=bool(without),
-            true_cfg_scale=call.scale_of_second if is_second else call.guidance_scale,
+            true_cfg_scale=scale + 1 - self.native.guidance_from,
             positive_kwargs=inputs(conditional),
             negative_kwargs=inputs(without) if without else None,
             cfg_normalize=self.native.normalises_guidance,

@@ -12,10 +12,13 @@ from unirl.types.recipe import Messages, Part, Run
 
 BUNDLES = (
     "SD3Bundle",
+    "FluxBundle",
     "Flux2KleinBundle",
     "QwenImageBundle",
     "QwenImageEditBundle",
     "WanBundle",
+    "WanImageBundle",
+    "ZImageBundle",
     "HunyuanVideo15Bundle",
     "BagelBundle",
     "HunyuanImage3Bundle",
@@ -38,7 +41,7 @@ def pushes_are_whole(own: Part, run: Run) -> Messages:
 
 
 RULES = (
-    family_is_served(BUNDLES, with_images=("QwenImageEditBundle",)),
+    family_is_served(BUNDLES, with_images=("QwenImageEditBundle", "WanImageBundle"), without=("WanAnimateBundle",)),
     kernel_is_served(KERNELS),
     sampling_is_served,
     experts_switch_as_released,

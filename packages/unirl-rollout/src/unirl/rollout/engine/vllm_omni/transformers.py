@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
+from unirl.types.batch import rows_by
 
 _MODELS = "vllm_omni.diffusion.models"
 _TIMESTEPS_PER_SIGMA = 1000.0
@@ -42,6 +43,25 @@ class Pictures:
 
 
 @dataclass(frozen=True)
+class Frames:
+    """Given frames of videos next to the latents, and the features of their images."""
+
+    latents: Tensor
+    """[B, C, f, h, w] in the transformer's dtype, with a mask of the given frames."""
+    features: Tensor | None
+    """[B, L, D] of the images of a sample, one after the other; None where the transformer reads none."""
+    num_images: int
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward with these frames."""
+        own = {**inputs, "hidden_states": torch.cat([inputs["hidden_states"], self.latents], dim=1)}
+        if self.features is not None:
+            # The transformer joins the images of a sample itself.
+            own["encoder_hidden_states_image"] = self.features.unflatten(1, (self.num_images, -1)).flatten(0, 1)
+        return own
+
+
+@dataclass(frozen=True)
 class Text:
     """An encoded prompt of every sample, on the device of the latents."""
 
@@ -50,6 +70,11 @@ class Text:
     mask: Tensor | None
     """[B, L]; None if there is no padding."""
     pooled: Tensor | None
+
+    def lengths(self) -> list[int]:
+        """Tokens of each text without padding."""
+        num, length = self.embeds.shape[:2]
+        return [length] * num if self.mask is None else self.mask.bool().sum(dim=1).tolist()
 
     def select(self, rows: list[int]) -> Text:
         """Some samples."""
@@ -64,6 +89,15 @@ Inputs = Callable[[Tensor, Tensor, Texts, Any], dict[str, Any]]  # Any: keywords
 """(latents [B, ...] in the transformer's dtype, sigma float32 [B], texts, transformer) -> keywords of its forward."""
 
 
+def _forward(transformer: Any, inputs: dict[str, Any]) -> Tensor:
+    out: Tensor = transformer(**inputs, return_dict=False)[0]
+    return out
+
+
+def _mend_nothing(transformer: Any) -> None:
+    del transformer
+
+
 @dataclass(frozen=True)
 class Native:
     """A transformer of vLLM-Omni."""
@@ -76,6 +110,15 @@ class Native:
     """p if the transformer works on tokens, 0 if on latents."""
     normalises_guidance: bool = False
     """True if each token of a guided velocity is rescaled to the norm of the conditional one."""
+    forward: Callable[[Any, dict[str, Any]], Tensor] = _forward
+    """(transformer, keywords) -> its velocity, or tokens of it."""
+    mend: Callable[[Any], None] = _mend_nothing
+    """Corrects a transformer that was built."""
+    guidance_from: float = 1.0
+    """Guidance scale of samples without guidance: vLLM-Omni counts from 1."""
+    text_block: int = 0
+    """Tokens of the blocks that texts are filled up to, if every token of a forward is attended to: rows whose texts
+    fill as many blocks go together. 0 where masks are read, or all texts have one length."""
     renamed_layers: Mapping[str, str] = field(default_factory=dict)
     """Parts of linear-layer names in checkpoints -> vLLM-Omni's names. Its weight loaders rename them, its adapter
     loader does not."""
@@ -86,6 +129,14 @@ class Native:
             name = name.replace(theirs, own)
         return name
 
+    def rows_together(self, texts: Texts) -> list[list[int]]:
+        """Rows of each forward."""
+        lengths = [text.lengths() for text in texts.values()]
+        if not self.text_block:
+            return [list(range(len(lengths[0])))]
+        blocks = [tuple(-(-length // self.text_block) for length in row) for row in zip(*lengths, strict=True)]
+        return list(rows_by(blocks).values())
+
     def build(self, od_config: Any, folder: Path) -> Any:  # Any: vLLM-Omni's own
         """The transformer of a component's folder under a vLLM-Omni configuration, without weights."""
         model_class = getattr(importlib.import_module(f"{_MODELS}.{self.module}"), self.name)
@@ -94,10 +145,12 @@ class Native:
         sizes = utils.get_transformer_config_kwargs(type(od_config.tf_model_config).from_dict(config), model_class)
         own = {"od_config": od_config, "quant_config": od_config.quantization_config}
         taken = inspect.signature(model_class.__init__).parameters
-        return model_class(
+        transformer = model_class(
             **{name: tuple(size) if isinstance(size, list) else size for name, size in sizes.items()},
             **{name: value for name, value in own.items() if name in taken},
         )
+        self.mend(transformer)
+        return transformer
 
     def velocity(self, out: Tensor, shape: torch.Size) -> Tensor:
         """Velocity [B, ...] from the transformer's output, whose first tokens are those of the latents."""
@@ -141,12 +194,54 @@ def _flux2_klein(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> 
     }
 
 
+def _flux(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text, (height, width) = texts["text"], x.shape[-2:]
+    return {
+        "hidden_states": as_tokens(x, 2),
+        "timestep": sigma_B,
+        "encoder_hidden_states": text.embeds,
+        "pooled_projections": text.pooled,
+        "img_ids": _places(1, height // 2, width // 2, device=x.device),
+        "txt_ids": torch.zeros(text.embeds.shape[1], 3, dtype=torch.int64, device=x.device),
+    }
+
+
+def _mend_flux(transformer: Any) -> None:
+    """vLLM-Omni's adapters look here for the layers that one product computes; its other transformers say it."""
+    transformer.stacked_params_mapping = [
+        (f".{whole}", f".{part}", place)
+        for whole, parts in transformer.packed_modules_mapping.items()
+        for place, part in enumerate(parts)
+    ]
+
+
+def _z_image(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text = texts["text"]
+    ends = text.lengths()
+    return {
+        "x": list(x[:, :, None].unbind(0)),
+        "t": (_TIMESTEPS_PER_SIGMA - sigma_B * _TIMESTEPS_PER_SIGMA) / _TIMESTEPS_PER_SIGMA,
+        "cap_feats": [row[:end] for row, end in zip(text.embeds, ends, strict=True)],
+    }
+
+
+def _z_image_forward(transformer: Any, inputs: dict[str, Any]) -> Tensor:
+    """From noise to image, of a single frame."""
+    return -torch.stack(transformer(**inputs)[0])[:, :, 0]
+
+
 def _wan(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
     return {
         "hidden_states": x,
         "timestep": sigma_B * _TIMESTEPS_PER_SIGMA,
         "encoder_hidden_states": texts["text"].embeds,
     }
+
+
+def _mend_wan(transformer: Any) -> None:
+    """vLLM-Omni normalises the features of images with its default, 1e-6; Wan does with torch's."""
+    if (embedder := transformer.condition_embedder.image_embedder) is not None:
+        embedder.norm1.eps = embedder.norm2.eps = 1e-5
 
 
 def _hunyuan_video15(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
@@ -181,20 +276,32 @@ _QWEN_IMAGE = Native(
     normalises_guidance=True,
     renamed_layers={"to_out.0": "to_out"},
 )
+_WAN = Native(
+    "wan2_2.wan2_2_transformer",
+    "WanTransformer3DModel",
+    _wan,
+    mend=_mend_wan,
+    renamed_layers={"to_out.0": "to_out", "ffn.net.0.": "ffn.net_0.", "ffn.net.2": "ffn.net_2"},
+)
 NATIVE: Mapping[str, Native] = {
     "StableDiffusion3Pipeline": Native("sd3.sd3_transformer", "SD3Transformer2DModel", _sd3),
     "QwenImagePipeline": _QWEN_IMAGE,
     "QwenImageEditPipeline": _QWEN_IMAGE,
     "QwenImageEditPlusPipeline": _QWEN_IMAGE,
+    "FluxPipeline": Native("flux.flux_transformer", "FluxTransformer2DModel", _flux, token_side=2, mend=_mend_flux),
     "Flux2KleinPipeline": Native(
         "flux2_klein.flux2_klein_transformer", "Flux2Transformer2DModel", _flux2_klein, token_side=1
     ),
-    "WanPipeline": Native(
-        "wan2_2.wan2_2_transformer",
-        "WanTransformer3DModel",
-        _wan,
-        renamed_layers={"to_out.0": "to_out", "ffn.net.0.": "ffn.net_0.", "ffn.net.2": "ffn.net_2"},
+    "ZImagePipeline": Native(
+        "z_image.z_image_transformer",
+        "ZImageTransformer2DModel",
+        _z_image,
+        forward=_z_image_forward,
+        guidance_from=0.0,
+        text_block=32,
     ),
+    "WanPipeline": _WAN,
+    "WanImageToVideoPipeline": _WAN,
     "HunyuanVideo15Pipeline": Native(
         "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel", _hunyuan_video15
     ),
