@@ -45,9 +45,7 @@ from unirl.types.segments import TextSegment
 
 WORLDS = "worlds/"
 PHASES = ("rollout", "reward", "train")
-TURNS, TURNS_OF_SHORT = 2, 2
-SHORT_S = 0.5
-"""Steps below this are mostly the host's work, whose pace changes most."""
+TURNS = 2
 LEAST_S = 1.5
 """Seconds of the steps of a turn."""
 FIRST = 3
@@ -234,14 +232,12 @@ def row_of(recipe: str, made: Report, steps: Process, plans: Process, weights: W
 
     def of_phases(plans: Sequence[Report]) -> dict[str, float]:
         return {
-            phase: sum(
-                shares.get(phase, 0.0) * plan.get(phase, 0) for (_, shares), plan in zip(weights, plans, strict=True)
-            )
+            phase: sum(shares[phase] * plan.get(phase, 0) for (_, shares), plan in zip(weights, plans, strict=True))
             for phase in PHASES
         }
 
     turns = []
-    for _ in range(TURNS_OF_SHORT if made["step_s"] < SHORT_S else TURNS):
+    for _ in range(TURNS):
         measured, planned = steps.ask(num_steps), plans.ask(1)
         turns.append((of_phases(planned["seconds"]), measured))
     found: Report = {"recipe": recipe, "turns": turns}

@@ -122,7 +122,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         scale = call.scale_of_second if is_second else call.guidance_scale
         out = self.predict_noise_maybe_with_cfg(
             do_true_cfg=bool(without),
-            true_cfg_scale=scale + 1 - self.native.guidance_from,
+            true_cfg_scale=scale + 1 - self.native.unguided_scale,
             positive_kwargs=inputs(conditional),
             negative_kwargs=inputs(without) if without else None,
             cfg_normalize=self.native.normalises_guidance,

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class Text:
     """[B, L]; None if there is no padding."""
     pooled: Tensor | None
 
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each text without padding."""
         num, length = self.embeds.shape[:2]
@@ -114,8 +116,8 @@ class Native:
     """(transformer, keywords) -> its velocity, or tokens of it."""
     mend: Callable[[Any], None] = _mend_nothing
     """Corrects a transformer that was built."""
-    guidance_from: float = 1.0
-    """Guidance scale of samples without guidance: vLLM-Omni counts from 1."""
+    unguided_scale: float = 1.0
+    """The trainer's guidance scale for samples without guidance; vLLM-Omni's is 1."""
     text_block: int = 0
     """Tokens of the blocks that texts are filled up to, if every token of a forward is attended to: rows whose texts
     fill as many blocks go together. 0 where masks are read, or all texts have one length."""
@@ -131,9 +133,9 @@ class Native:
 
     def rows_together(self, texts: Texts) -> list[list[int]]:
         """Rows of each forward."""
-        lengths = [text.lengths() for text in texts.values()]
         if not self.text_block:
-            return [list(range(len(lengths[0])))]
+            return [list(range(len(next(iter(texts.values())).embeds)))]
+        lengths = [text.lengths for text in texts.values()]
         blocks = [tuple(-(-length // self.text_block) for length in row) for row in zip(*lengths, strict=True)]
         return list(rows_by(blocks).values())
 
@@ -217,11 +219,10 @@ def _mend_flux(transformer: Any) -> None:
 
 def _z_image(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
     text = texts["text"]
-    ends = text.lengths()
     return {
         "x": list(x[:, :, None].unbind(0)),
         "t": (_TIMESTEPS_PER_SIGMA - sigma_B * _TIMESTEPS_PER_SIGMA) / _TIMESTEPS_PER_SIGMA,
-        "cap_feats": [row[:end] for row, end in zip(text.embeds, ends, strict=True)],
+        "cap_feats": [row[:end] for row, end in zip(text.embeds, text.lengths, strict=True)],
     }
 
 
@@ -297,7 +298,7 @@ NATIVE: Mapping[str, Native] = {
         "ZImageTransformer2DModel",
         _z_image,
         forward=_z_image_forward,
-        guidance_from=0.0,
+        unguided_scale=0.0,
         text_block=32,
     ),
     "WanPipeline": _WAN,
