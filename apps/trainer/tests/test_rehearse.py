@@ -120,6 +120,22 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    "recipe", ["worlds/shapes/awm", "worlds/edits/nft"]
+)  # with anchors; with a stream nothing reads
+def test_training_of_several_updates_is_counted_to_the_operation(recipe: str) -> None:
+    trainer = str(Path(sys.executable).parent / "trainer")
+    done = subprocess.run(
+        [trainer, "bench", recipe, "--warmup", "0", "--repeats", "1"], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    counted = rehearse(recipe, "device=cpu", "eval=null")
+    assert counted.returncode == 0, counted.stderr
+    [tflop] = re.findall(r" train ([\d.]+)$", counted.stdout, re.M)
+    assert float(tflop) == pytest.approx(json.loads(done.stdout)["phases"]["train"]["flops"] / 1e12, rel=0.005)
+
+
+@pytest.mark.nightly
 def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() -> None:
     words = ["worlds/shapes/alignprop", "eval=null", "batch_size=8", "stack.micro_batch_size=8"]
     peaks, flops = [], []

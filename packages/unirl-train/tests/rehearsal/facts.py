@@ -241,6 +241,20 @@ class DividedLayer(nn.Module):
         return x + F.linear(made, own["down.weight"]) + shift, shift
 
 
+class PairedLayer(nn.Module):
+    """One of two streams, the second of which nothing reads after the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_shift = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        return x + F.gelu(self.of_x(x + shift)), shift + self.of_shift(shift)
+
+
+LAYERS = {"kept": Layer, "checkpointed": Layer, "divided": DividedLayer, "paired": PairedLayer}
+
+
 class Tower(nn.Module):
     """Six of them."""
 
@@ -257,15 +271,15 @@ class Tower(nn.Module):
 
 
 def blocks(mode: Rehearsal) -> dict[str, Any]:
-    """Two steps of a sharded tower whose layers all run, and one of whose layers one of three runs; and a forward."""
+    """Two steps of a sharded tower whose layers all run, and one of whose layers are repeated; and a forward."""
     found: dict[str, Any] = {}
-    for kind in ("kept", "checkpointed", "divided"):
+    for kind in LAYERS:
         for way in ("run", "repeated"):
             name = f"{kind} {way}"
             mode.enter_phase("other")
             gc.collect()  # cycles of the model before would be freed at any time
             with torch.device(PRETEND):
-                model = Tower(DividedLayer if kind == "divided" else Layer)
+                model = Tower(LAYERS[kind])
             if kind == "checkpointed":
                 checkpoint_activations(list(model.layers))
             mesh = over = init_device_mesh(PRETEND, (4,))

@@ -169,7 +169,7 @@ def test_forwards_that_are_alike_run_once_and_count_each_time(facts: Any) -> Non
     }
 
 
-@pytest.mark.parametrize("kind", ["kept", "checkpointed", "divided"])
+@pytest.mark.parametrize("kind", ["kept", "checkpointed", "divided", "paired"])
 def test_blocks_that_are_repeated_count_as_those_that_run(facts: Any, kind: str) -> None:
     run, repeated = (facts["blocks"][f"{kind} {way}"] for way in ("run", "repeated"))
     assert repeated["num_run"] < 0.85 * run["num_run"]

@@ -67,8 +67,11 @@ class Block:
     forward: Callable[..., Value]
     likeness: Value
     """Equal for modules with equal classes and parameters."""
+    is_end: bool
+    """True for the last one of its likeness: of its results some may be used by nothing (the text of the last block of
+    Qwen-Image), and its backward pass is shorter then."""
     is_last: bool
-    """True for the last one of its likeness, whose backward pass is the first."""
+    """True for the last one of its likeness and `is_end`, whose backward pass is the first."""
     is_checkpointed: bool
     """True if its backward pass begins with its forward, for which it keeps all arguments."""
 
@@ -114,8 +117,8 @@ class Blocks:
             cost, out = self._repeats.measured(lambda: block.forward(*args, **kwargs))
             self._records[key] = _Record(cost, 0, (), _results(out, tree_leaves((args, kwargs))))
             return out
-        flat, spec = tree_flatten((args, kwargs))
-        places = _with_gradient(flat)
+        given, spec = tree_flatten((args, kwargs))
+        flat, places = [*given], _with_gradient(given)
         timed = _Timed(self._repeats, block.module)
         marked = _Ends.apply(timed, *(flat[place] for place in places))
         for place, tensor in zip(places, marked, strict=True):
@@ -129,15 +132,18 @@ class Blocks:
 
         with saved_tensors_hooks(noted, lambda tensor: tensor):
             cost, out = self._repeats.measured(lambda: block.forward(*own_args, **own_kwargs))
-        given = {_storage(value) for value in flat if isinstance(value, Tensor)}
+        results = _results(out, flat)
+        # What it passes on has the gradients of later blocks, which are no part of its backward pass.
+        out = _with_given(out, results, given)
+        storages = {_storage(value) for value in flat if isinstance(value, Tensor)}
         made = {_storage(each): each for each in tree_leaves(out) if isinstance(each, Tensor)}
-        made_bytes = sum(each.untyped_storage().nbytes() for name, each in made.items() if name not in given)
+        made_bytes = sum(each.untyped_storage().nbytes() for name, each in made.items() if name not in storages)
         # A checkpoint keeps all arguments, and not by way of hooks.
         kept = [place for place in _tensors(flat) if block.is_checkpointed or _storage(flat[place]) in saved]
-        record = _Record(cost, ledger.device_bytes - before - made_bytes, tuple(kept), _results(out, flat))
+        record = _Record(cost, ledger.device_bytes - before - made_bytes, tuple(kept), results)
         self._records[key] = timed.record = record
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.grad_fn is not None:
+        for each, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
+            if isinstance(result, Shape) and each.grad_fn is not None:
                 each.grad_fn.register_prehook(lambda _: timed.begin())  # after hooks of the tensor, such as FSDP's
         return out
 
@@ -170,9 +176,10 @@ class Blocks:
             parts = tuple(_described(value) for value in (*args, *sorted(kwargs.items())))
         except _UnknownError:
             return None
-        if torch.is_grad_enabled() and not _with_gradient(tree_leaves((args, kwargs))):
+        trains = torch.is_grad_enabled()
+        if trains and not _with_gradient(tree_leaves((args, kwargs))):
             return None
-        return block.likeness, parts, circumstances()
+        return block.likeness, trains and block.is_end, parts, circumstances()
 
 
 def _blocks(modules: Iterable[nn.Module]) -> Iterator[Block]:
@@ -191,7 +198,9 @@ def _blocks(modules: Iterable[nn.Module]) -> Iterator[Block]:
                 # What leaves for the host leaves by the order in which blocks run.
                 is_repeated = len(group) >= FEWEST and not is_offloaded(group[0].forward)
                 for member in group if is_repeated else ():
-                    yield Block(member, member.forward, likeness, group[-1] is member, is_checkpointed(member.forward))
+                    is_end = member is group[-1]
+                    is_last = is_end or member is group[-2]
+                    yield Block(member, member.forward, likeness, is_end, is_last, is_checkpointed(member.forward))
 
 
 def _likeness(module: nn.Module) -> Value:
@@ -245,6 +254,14 @@ def _results(out: Value, flat: Sequence[Value]) -> Value:
     return tree_map_only(Tensor, kept, out)
 
 
+def _with_given(out: Value, results: Value, flat: Sequence[Value]) -> Value:
+    """What a block makes, with the arguments themselves where it gives those."""
+    leaves, spec = tree_flatten(out)
+    kinds = tree_leaves(results)
+    pairs = zip(leaves, kinds, strict=True)
+    return tree_unflatten([flat[kind.place] if isinstance(kind, _Given) else leaf for leaf, kind in pairs], spec)
+
+
 def _tensors(leaves: Sequence[Value]) -> list[int]:
     """Places of tensors."""
     return [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -293,6 +310,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, timed: _Timed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.timed = timed
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -320,6 +338,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kept: _Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.kept = kept
         ctx.likes = [shape_of(tensor) for tensor in tensors]
         ctx.held = torch.empty(max(kept.record().kept_bytes, 0), dtype=torch.uint8, device=PRETEND)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,15 @@ NUM_RUN = 2
 """Loss parts of a micro-batch that run before others repeat the second, which has gradients in memory."""
 
 Value = Any  # Any: arguments and results of a model
+
+
+class TrainingPart(NamedTuple):
+    """A part of training, whose share of a step may differ from its share of a rehearsal."""
+
+    kind: Literal["first update", "later updates", "anchors", "judged anchors", "optimizer"]
+    """Losses with their backward passes, in the first update and in those after it, which alone have anchors; except
+    that an update that is judged as a whole has them for all its samples."""
+    track: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,17 +56,18 @@ class Repeats:
         """Results by what they depend on."""
         self._costs: dict[Value, Cost] = {}
         self._skips_training = False
-        self.noted: dict[str, Counter[Call]] = {}
-        """Calls of the losses of each track, with their backward passes, and of what else was `noting`."""
+        self.noted: dict[TrainingPart, Counter[Call]] = {}
+        """Calls of the parts of training."""
 
     @contextmanager
     def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
-        """Take the place of `forward` and `losses`. algorithms: by track."""
+        """Take the place of `forward`, `losses` and `anchor`. algorithms: by track."""
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(replaced(module, "forward", self._forwards(module.forward, id(module))))
             for track, algorithm in algorithms.items():
                 stack.enter_context(replaced(algorithm, "losses", self._losses(track, algorithm)))
+                stack.enter_context(replaced(algorithm, "anchor", self._anchor(track, algorithm)))
             yield
 
     def _forwards(self, forward: Callable[..., Value], owner: int) -> Callable[..., Value]:
@@ -83,7 +93,7 @@ class Repeats:
         losses = algorithm.losses
 
         def run(micro: MicroBatch) -> Iterator[LossPart]:
-            with self.noting(track):
+            with self.noting(TrainingPart("later updates" if micro.update else "first update", track)):
                 yield from parts_of(micro)
 
         def parts_of(micro: MicroBatch) -> Iterator[LossPart]:
@@ -116,12 +126,21 @@ class Repeats:
 
         return run
 
+    def _anchor(self, track: str, algorithm: StageAlgorithm) -> Callable[[MicroBatch], dict[str, Tensor]]:
+        anchor = algorithm.anchor
+
+        def run(micro: MicroBatch) -> dict[str, Tensor]:
+            with self.noting(TrainingPart("judged anchors" if algorithm.judges_update else "anchors", track)):
+                return anchor(micro)
+
+        return run
+
     @contextmanager
-    def noting(self, name: str) -> Generator[None]:
-        """The calls of what runs within it are kept under this name too."""
+    def noting(self, part: TrainingPart) -> Generator[None]:
+        """The calls of what runs within it are kept as those of this part too."""
         with self.watched() as found:
             yield
-        self.noted.setdefault(name, Counter()).update(found[0].operators)
+        self.noted.setdefault(part, Counter()).update(found[0].operators)
 
     @contextmanager
     def repeated(self, times: int) -> Generator[None]:

@@ -37,6 +37,7 @@ def steps_alike(mode: Rehearsal, blocks: Blocks) -> Generator[None]:
             nn.Module(),  # the steps that run give the weights their gradients
             lambda x_R, step_R: velocity(steps, x_R, sample_R, step_R),  # which keeps what it is given
             ("step", number),
+            is_end=False,
             is_last=int(known.max()) == steps.num_steps - 2,
             is_checkpointed=True,
         )

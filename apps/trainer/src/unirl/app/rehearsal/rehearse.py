@@ -20,7 +20,6 @@ from unirl.app.rehearsal.categories import (
     COPIES,
     GRADIENTS,
     OF_STATE,
-    OPTIMIZER,
     REWARD_MODELS,
     SAMPLES,
     TEXT_ENCODERS,
@@ -39,7 +38,7 @@ from unirl.rehearsal.kernels import kernels_of
 from unirl.rehearsal.ledger import Peak
 from unirl.rehearsal.mode import Counts, Rehearsal
 from unirl.rehearsal.operators import Call, summed, total_flops
-from unirl.rehearsal.repeats import Repeats, replaced
+from unirl.rehearsal.repeats import Repeats, TrainingPart, replaced
 from unirl.rehearsal.steps import steps_alike
 from unirl.train.backend.fsdp import FSDPBackend
 from unirl.train.shards import local_part
@@ -155,8 +154,8 @@ class _Step:
     """Numbers in the models of each policy that samples."""
     counts: Counts
     """What the step computed and sent."""
-    parts: Mapping[str, Counter[Call]]
-    """Calls of training: of the losses of each track, and of the optimizer's steps."""
+    parts: Mapping[TrainingPart, Counter[Call]]
+    """Calls of training."""
 
 
 def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
@@ -246,7 +245,7 @@ def _noted_updates(backends: Sequence[FSDPBackend], repeats: Repeats) -> Generat
 
 def _noted(step: Callable[[float], StepStats], repeats: Repeats) -> Callable[[float], StepStats]:
     def run(max_grad_norm: float) -> StepStats:
-        with repeats.noting(OPTIMIZER):
+        with repeats.noting(TrainingPart("optimizer")):
             return step(max_grad_norm)
 
     return run
@@ -367,10 +366,19 @@ def _operators(step: _Step, share: Share) -> dict[str, dict[Call, float]]:
     counted = step.counts.operators
     found = {phase: summed([(calls, times.get(phase, 1.0))]) for phase, calls in counted.items()}
     # Copies of the policy before the updates, which belong to no track, are scaled as the first one that trains.
-    scales = {**_times_of_tracks(share), OPTIMIZER: share.updates}
     rest = summed([(counted.get("train", {}), 1.0), *((part, -1.0) for part in step.parts.values())])
-    parts = [(part, scales[name]) for name, part in step.parts.items()]
+    tracks = _times_of_tracks(share)
+    parts = [
+        (calls, share.updates if part.track is None else tracks[part.track] * _fraction(part, step, share))
+        for part, calls in step.parts.items()
+    ]
     return {**found, "train": summed([*parts, (rest, times["train"])])}
+
+
+def _fraction(part: TrainingPart, step: _Step, share: Share) -> float:
+    """That of `Work.fractions`; 1 for a track that the first update leaves out (`stack.losses.<track>.every`)."""
+    is_usual = TrainingPart("first update", part.track) in step.parts
+    return share.works[str(part.track)].fractions.get(part.kind, 1.0) if is_usual else 1.0
 
 
 def _times(share: Share) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Work:
     """Samples that are trained on, the first micro-batches of every update; 0 for a track that is not."""
     mean_depth: float = 1.0
     """Training of a sample in the mean over rollouts, relative to that of the rehearsed ones, which go deepest."""
+    fractions: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of the samples that some kinds of `TrainingPart` train on, relative to that of the rehearsed ones."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
                 _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
             mean_depth=next((depths[part.at] for part in _algorithms(run, stage) if part.at in depths), 1.0),
+            fractions=_fractions(run.all_policies[stage.policy]),
         )
         for stage in run.stages
     }
@@ -265,6 +268,20 @@ def _rehearsed_fraction(run: ComposedRun) -> float:
 def _num_updates(policy: Policy) -> int:
     """Updates of a rehearsed rollout."""
     return min(policy.stack.get("num_updates_per_batch", 1), UPDATES)
+
+
+def _fractions(policy: Policy) -> dict[str, float]:
+    """Those of a `Work`. All samples have an anchor where they are trained on again."""
+    updates, rehearsed = policy.stack.get("num_updates_per_batch", 1), _num_updates(policy)
+    epochs = policy.stack.get("num_epochs", 1)
+    if updates == rehearsed:
+        return {}
+    later = (epochs - 1 / updates) / (epochs - 1 / rehearsed)
+    return {
+        "first update": rehearsed / updates,
+        "later updates": later,
+        "anchors": later if epochs == 1 else 1.0,
+    }
 
 
 def _most_trained(policy: Policy, num_samples: int) -> int:
