@@ -7,10 +7,11 @@ and another one plans them, each with one thread, in turn: a machine that others
 and so changes it for both. Seconds are medians of turns, some of which fall into a burst of others' work; of a turn
 means of its steps, which may draw how deep they train.
 
-A plan takes every text to be as long as it may be. So training on texts is planned at the mean length of the measured
-ones, and their rollout at as many tokens as were decoded for each: on the line through the plans of two whole
-numbers of tokens. Where rewards say how many samples are trained on, those of the measured steps are planned. A teacher
-is the model that the run starts from, which computes as much as a trained one.
+A plan takes every text to be as long as it may be. So training on texts is planned at the mean length of those that are
+sampled next to each turn, and their rollout at as many tokens as are decoded for each: on the line through the plans of
+two whole numbers of tokens. Where rewards say how many samples are trained on, those of each turn are planned, and
+where the depth of training is drawn, the mean of the drawn ones. A teacher is the model that the run starts from, which
+computes as much as a trained one.
 """
 
 # ruff: noqa: INP001, T201 - a script, no package
@@ -24,11 +25,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unirl.app.bench import Step, refuse_what_is_not_measured, stepping
+from unirl.algorithms.alignprop import AlignProp
+from unirl.algorithms.reward_gradient import Denoising
+from unirl.app.bench import Benched, Step, refuse_what_is_not_measured, stepping
 from unirl.app.command_line import parse
 from unirl.app.environment import packaged_path, prepare_process, settle_on_cpu
 from unirl.app.meters import meter_of
@@ -39,6 +43,8 @@ from unirl.app.rehearsal.command import USUAL_BYTES, rehearsed
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
+from unirl.distributed.runtime import LocalRuntime
+from unirl.rehearsal.repeats import replaced
 from unirl.types.errors import ConfigError, UniRLError
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import TextSegment
@@ -134,18 +140,38 @@ def answers_of_steps(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
     """What the first steps made, then seconds."""
     (run,) = runs
     settle_on_cpu(run.device)
-    with stepping(run, meter_of(run.device)) as benched:
+    with stepping(run, meter_of(run.device)) as benched, drawn_depths(benched) as depths:
         steps = [benched.step() for _ in range(FIRST)]
         flops = benched.flops()
-        num = yield {
-            "step_s": sum(_seconds(steps[-1], phase) for phase in PHASES),
-            "trained_samples": statistics.mean(step.num_trained for step in steps),
-            "lengths": benched.sampled(run.batch_size, _lengths),
-            "flops": flops,
-        }
+        found: Report = {"step_s": sum(_seconds(steps[-1], phase) for phase in PHASES), "flops": flops}
         while True:
+            found["trained_samples"] = statistics.mean(step.num_trained for step in steps)
+            found["lengths"] = benched.sampled(run.batch_size, _lengths)
+            found["depth"] = statistics.mean(depths) if depths else None
+            num = yield found
+            depths.clear()
             steps = [benched.step() for _ in range(num)]
-            num = yield {phase: statistics.mean(_seconds(step, phase) for step in steps) for phase in PHASES}
+            found = {"seconds": {phase: statistics.mean(_seconds(step, phase) for step in steps) for phase in PHASES}}
+
+
+@contextmanager
+def drawn_depths(benched: Benched) -> Generator[list[float]]:
+    """Within it, the fractions of the denoising steps that rollouts train through, where those are drawn."""
+    runtime = benched.runtime
+    algorithm = runtime.component("algorithm") if isinstance(runtime, LocalRuntime) else None
+    found: list[float] = []
+    if not isinstance(algorithm, AlignProp):
+        yield found
+        return
+    first_step = algorithm.first_step
+
+    def noted(steps: Denoising) -> int:
+        first = first_step(steps)
+        found.append(1 - first / steps.num_steps)
+        return first
+
+    with replaced(algorithm, "first_step", noted):
+        yield found
 
 
 def _lengths(resp: RolloutResp) -> list[int]:
@@ -162,7 +188,8 @@ def answers_of_plans(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
     """What was counted of each, then seconds."""
     every = [rehearsed(run, USUAL_BYTES) for run in runs]
     every = [replace(found, operators={phase: found.operators.get(phase, {}) for phase in PHASES}) for found in every]
-    yield {"flops": [found.flops for found in every]}
+    work = next(iter(every[0].works.values()))
+    yield {"flops": [found.flops for found in every], "trained_samples": work.num_kept, "depth": work.mean_depth}
     while True:
         clock = Here(runs[0].device)
         plans = [predicted(found, clock) for found in every]
@@ -211,51 +238,51 @@ def compared(recipe: str, steps: Process, plans: Process) -> Report:
     try:
         made = steps.ask([[recipe]])
         words = [recipe, *of_kept(run, made["trained_samples"])]
-        weights: Weights = [(words, dict.fromkeys(PHASES, 1.0))]
-        if made["lengths"]:
-            mean = statistics.mean(made["lengths"])
-            shares = shares_of({**dict.fromkeys(PHASES, decoded_tokens(made["lengths"])), "train": mean})
-            weights = [([*words, *of_length(run, num)], phases) for num, phases in shares.items()]
-        return row_of(recipe, made, steps, plans, weights)
+        low = math.floor(statistics.mean(made["lengths"])) if made["lengths"] else None
+        several = [words] if low is None else [[*words, *of_length(run, num)] for num in (low, low + 1)]
+        return row_of(run, made, steps, plans, several, low)
     except RuntimeError as error:
         return {"recipe": recipe, "error": str(error)}
 
 
-Weights = list[tuple[list[str], Mapping[str, float]]]
-"""The words of each plan, and its share of every phase."""
-
-
-def row_of(recipe: str, made: Report, steps: Process, plans: Process, weights: Weights) -> Report:
-    """Both in turn."""
+def row_of(
+    run: ComposedRun, made: Report, steps: Process, plans: Process, several: list[list[str]], low: int | None
+) -> Report:
+    """Both in turn. several: the words of one plan, or of two for texts of `low` tokens and of one more."""
     num_steps = max(1, math.ceil(LEAST_S / made["step_s"]))
-    counted = plans.ask([words for words, _ in weights])["flops"]
-
-    def of_phases(plans: Sequence[Report]) -> dict[str, float]:
-        return {
-            phase: sum(shares[phase] * plan.get(phase, 0) for (_, shares), plan in zip(weights, plans, strict=True))
-            for phase in PHASES
-        }
-
+    counted = plans.ask(several)
     turns = []
+    lengths = made["lengths"]
     for _ in range(TURNS):
         measured, planned = steps.ask(num_steps), plans.ask(1)
-        turns.append((of_phases(planned["seconds"]), measured))
-    found: Report = {"recipe": recipe, "turns": turns}
+        lengths = lengths + measured["lengths"]
+        seconds = of_phases(planned["seconds"], shares_of(lengths, low))
+        if of_kept(run, made["trained_samples"]):
+            seconds["train"] *= measured["trained_samples"] / counted["trained_samples"]
+        if measured["depth"]:
+            seconds["train"] *= measured["depth"] / counted["depth"]
+        turns.append((seconds, measured["seconds"]))
+        lengths = measured["lengths"]
+    found: Report = {"recipe": run.resolved["recipe"], "turns": turns}
     for phase in PHASES:
         found[phase] = [statistics.median(turn[which][phase] for turn in turns) for which in (0, 1)]
     found["ratio"] = sum(found[phase][0] for phase in PHASES) / sum(found[phase][1] for phase in PHASES)
-    flops = of_phases(counted)
+    flops = of_phases(counted["flops"], shares_of(made["lengths"], low))
     found["flops"] = {phase: [flops[phase], made["flops"].get(phase, 0)] for phase in PHASES}
     return found
 
 
-def shares_of(lengths: Mapping[str, float]) -> dict[int, dict[str, float]]:
-    """Length of a plan -> its share of each phase: two plans give the line through the lengths of all phases."""
-    low = math.floor(lengths["train"])
-    return {
-        low: {phase: low + 1 - length for phase, length in lengths.items()},
-        low + 1: {phase: length - low for phase, length in lengths.items()},
-    }
+def of_phases(plans: Sequence[Report], shares: Mapping[str, float]) -> dict[str, float]:
+    """Of each phase, on the line through two plans. shares: that of the second one, 0 where there is none."""
+    first, second = plans[0], plans[-1]
+    return {phase: (1 - shares[phase]) * first.get(phase, 0) + shares[phase] * second.get(phase, 0) for phase in PHASES}
+
+
+def shares_of(lengths: Sequence[int], low: int | None) -> dict[str, float]:
+    """Share of the plan of `low + 1` tokens in each phase. Rollouts decode more than texts have in the mean."""
+    if low is None:
+        return dict.fromkeys(PHASES, 0.0)
+    return {**dict.fromkeys(PHASES, decoded_tokens(lengths) - low), "train": statistics.mean(lengths) - low}
 
 
 def decoded_tokens(lengths: Sequence[int]) -> float:

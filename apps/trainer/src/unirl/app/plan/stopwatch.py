@@ -18,9 +18,9 @@ from unirl.types.devices import has_values
 
 FEWEST, MOST = 3, 50
 """Timed runs of an operator."""
-CACHED_BYTES, KEPT_BYTES = 8 << 20, 24 << 20
-"""Arguments are as many copies, used in turn: more than the nearest caches hold, and where activations stay for a
-backward pass more than their address tables do, too."""
+CACHED_BYTES, KEPT_BYTES = 32 << 20, 64 << 20
+"""Arguments are as many copies, used in turn: weights come back after the other layers, and where activations stay for
+a backward pass, those come back after all that came in between."""
 LEAST_S = 0.002
 """Seconds after which an operator was timed long enough."""
 
@@ -36,6 +36,9 @@ class Stopwatch:
         self._noise = torch.empty(0, device=meter.device)
         self.untimed = set[str]()
         """Operators that this machine lacks; they take nothing."""
+        self._measuring_s = 0.0
+        """Seconds that it takes to measure nothing."""
+        self._measuring_s = self._mean_s([_nothing])
 
     def seconds(self, call: Call, *, trains: bool) -> float:
         """Mean seconds of a call. trains: activations stay for a backward pass."""
@@ -88,7 +91,11 @@ class Stopwatch:
             found.append(spent.seconds)
             if len(found) >= MOST or (len(found) >= FEWEST and sum(found) >= LEAST_S):
                 break
-        return statistics.mean(found)
+        return max(statistics.mean(found) - self._measuring_s, 0.0)
+
+
+def _nothing() -> None:
+    """What is timed to know what timing takes."""
 
 
 def _num_stored(shape: TensorShape) -> int:
