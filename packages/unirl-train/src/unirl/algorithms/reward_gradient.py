@@ -235,7 +235,7 @@ class RewardGradient(PenalisedAlgorithm):
         metrics = RowMetrics()
         penalty_B = self._penalty(steps, keys, metrics)
         latents = self.clean_latents(steps, keys)
-        loss_B, gradient = self._loss_and_gradient(steps, latents.detach(), metrics)
+        loss_B, gradient = self.loss_and_gradient(steps, latents.detach(), metrics)
         # Its value is the loss and its gradient that of the loss, by the chain rule at `latents`.
         along = (gradient * (latents - latents.detach())).flatten(1).sum(dim=1)
         total_B = loss_B + along.view(steps.num_samples, -1).sum(dim=1)
@@ -245,7 +245,7 @@ class RewardGradient(PenalisedAlgorithm):
                 total_B = total_B + more_B
         return LossPart(total_B.sum(), steps.num_samples, metrics)
 
-    def _loss_and_gradient(self, steps: Denoising, latents: Tensor, metrics: RowMetrics) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, steps: Denoising, latents: Tensor, metrics: RowMetrics) -> tuple[Tensor, Tensor]:
         """Loss [B] and its gradient with respect to the clean latents, through reward and decoder; both without graph.
 
         Where there are n latents per sample, its loss is the mean over them.

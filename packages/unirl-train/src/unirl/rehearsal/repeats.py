@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from unirl.algorithms.base import LossPart, MicroBatch, StageAlgorithm
+from unirl.algorithms.reward_gradient import RewardGradient
 from unirl.rehearsal.mode import Rehearsal
 from unirl.rehearsal.operators import Call, TensorShape
 from unirl.types.devices import PRETEND
@@ -30,9 +31,10 @@ Value = Any  # Any: arguments and results of a model
 class TrainingPart(NamedTuple):
     """A part of training, whose share of a step may differ from its share of a rehearsal."""
 
-    kind: Literal["first update", "later updates", "anchors", "judged anchors", "optimizer"]
-    """Losses with their backward passes, in the first update and in those after it, which alone have anchors; except
-    that an update that is judged as a whole has them for all its samples."""
+    kind: Literal["first update", "later updates", "reward gradients", "anchors", "judged anchors", "optimizer"]
+    """Losses with their backward passes, in the first update and in those after it, without the gradients of rewards
+    with respect to clean samples. Updates after the first have anchors, one that is judged as a whole has them for all
+    its samples."""
     track: str | None = None
 
 
@@ -58,6 +60,8 @@ class Repeats:
         self._skips_training = False
         self.noted: dict[TrainingPart, Counter[Call]] = {}
         """Calls of the parts of training."""
+        self._inner = Counter[Call]()
+        """Of parts that ended within the one that runs."""
 
     @contextmanager
     def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
@@ -68,6 +72,9 @@ class Repeats:
             for track, algorithm in algorithms.items():
                 stack.enter_context(replaced(algorithm, "losses", self._losses(track, algorithm)))
                 stack.enter_context(replaced(algorithm, "anchor", self._anchor(track, algorithm)))
+                if isinstance(algorithm, RewardGradient):
+                    gradient = self.as_part(TrainingPart("reward gradients", track), algorithm.loss_and_gradient)
+                    stack.enter_context(replaced(algorithm, "loss_and_gradient", gradient))
             yield
 
     def _forwards(self, forward: Callable[..., Value], owner: int) -> Callable[..., Value]:
@@ -126,21 +133,28 @@ class Repeats:
 
         return run
 
-    def _anchor(self, track: str, algorithm: StageAlgorithm) -> Callable[[MicroBatch], dict[str, Tensor]]:
-        anchor = algorithm.anchor
+    def _anchor(self, track: str, algorithm: StageAlgorithm) -> Callable[..., Value]:
+        kind: Literal["judged anchors", "anchors"] = "judged anchors" if algorithm.judges_update else "anchors"
+        return self.as_part(TrainingPart(kind, track), algorithm.anchor)
 
-        def run(micro: MicroBatch) -> dict[str, Tensor]:
-            with self.noting(TrainingPart("judged anchors" if algorithm.judges_update else "anchors", track)):
-                return anchor(micro)
+    def as_part(self, part: TrainingPart, call: Callable[..., Value]) -> Callable[..., Value]:
+        """A function whose calls are those of a part."""
+
+        def run(*args: Value, **kwargs: Value) -> Value:
+            with self.noting(part):
+                return call(*args, **kwargs)
 
         return run
 
     @contextmanager
     def noting(self, part: TrainingPart) -> Generator[None]:
-        """The calls of what runs within it are kept as those of this part too."""
+        """The calls of what runs within it are kept as those of this part too, without those of parts within it."""
+        outer, self._inner = self._inner, Counter[Call]()
         with self.watched() as found:
             yield
-        self.noted.setdefault(part, Counter()).update(found[0].operators)
+        whole = found[0].operators
+        self.noted.setdefault(part, Counter()).update(whole - self._inner)
+        self._inner = outer + whole
 
     @contextmanager
     def repeated(self, times: int) -> Generator[None]:

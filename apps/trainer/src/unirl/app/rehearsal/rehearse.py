@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,6 @@ from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import ModelBundle
 from unirl.types.roles import MeshPlace
 from unirl.types.rollout import RolloutResp
-from unirl.types.training import StepStats
 
 BETWEEN = ("other", "residency")
 """Phases in which nothing is computed."""
@@ -239,16 +238,10 @@ def _noted_updates(backends: Sequence[FSDPBackend], repeats: Repeats) -> Generat
     """Within it the optimizer's steps count as a part of training."""
     with ExitStack() as stack:
         for backend in backends:
-            stack.enter_context(replaced(backend, "optimizer_step", _noted(backend.optimizer_step, repeats)))
+            stack.enter_context(
+                replaced(backend, "optimizer_step", repeats.as_part(TrainingPart("optimizer"), backend.optimizer_step))
+            )
         yield
-
-
-def _noted(step: Callable[[float], StepStats], repeats: Repeats) -> Callable[[float], StepStats]:
-    def run(max_grad_norm: float) -> StepStats:
-        with repeats.noting(TrainingPart("optimizer")):
-            return step(max_grad_norm)
-
-    return run
 
 
 def _labelled(mode: Rehearsal, resp: Held) -> int:

@@ -53,7 +53,8 @@ class Work:
     mean_depth: float = 1.0
     """Training of a sample in the mean over rollouts, relative to that of the rehearsed ones, which go deepest."""
     fractions: Mapping[str, float] = field(default_factory=dict)
-    """Fraction of the samples that some kinds of `TrainingPart` train on, relative to that of the rehearsed ones."""
+    """How often some kinds of `TrainingPart` are computed for a sample in the mean, relative to training as a whole:
+    those of one update alone, and what does not depend on the depth."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,10 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
     while round(prompts * per_prompt[run.stages[0].track] * fraction) % updates:
         prompts += 1
     depths = dict(_random_depths(run))
-    return prompts, {
-        str(stage.track): Work(
+    works: dict[str, Work] = {}
+    for stage in run.stages:
+        depth = next((depths[part.at] for part in _algorithms(run, stage) if part.at in depths), 1.0)
+        works[str(stage.track)] = Work(
             num_samples=num_samples[stage.track],
             num_kept=kept[stage.track],
             num_made=prompts * per_prompt[stage.track],
@@ -245,11 +248,10 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
                 round(prompts * per_prompt[stage.track] * fraction),
                 _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
-            mean_depth=next((depths[part.at] for part in _algorithms(run, stage) if part.at in depths), 1.0),
-            fractions=_fractions(run.all_policies[stage.policy]),
+            mean_depth=depth,
+            fractions=_fractions(run.all_policies[stage.policy], depth),
         )
-        for stage in run.stages
-    }
+    return prompts, works
 
 
 def _num_kept(run: ComposedRun, num_samples: int) -> int:
@@ -270,14 +272,16 @@ def _num_updates(policy: Policy) -> int:
     return min(policy.stack.get("num_updates_per_batch", 1), UPDATES)
 
 
-def _fractions(policy: Policy) -> dict[str, float]:
-    """Those of a `Work`. All samples have an anchor where they are trained on again."""
+def _fractions(policy: Policy, depth: float) -> dict[str, float]:
+    """Those of a `Work` for several updates. All samples have an anchor where they are trained on again."""
     updates, rehearsed = policy.stack.get("num_updates_per_batch", 1), _num_updates(policy)
     epochs = policy.stack.get("num_epochs", 1)
+    found = {"reward gradients": 1 / depth} if depth != 1 else {}
     if updates == rehearsed:
-        return {}
+        return found
     later = (epochs - 1 / updates) / (epochs - 1 / rehearsed)
     return {
+        **found,
         "first update": rehearsed / updates,
         "later updates": later,
         "anchors": later if epochs == 1 else 1.0,
