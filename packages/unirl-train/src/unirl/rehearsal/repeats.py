@@ -61,7 +61,7 @@ class Repeats:
         self.noted: dict[TrainingPart, Counter[Call]] = {}
         """Calls of the parts of training."""
         self._inner = Counter[Call]()
-        """Of parts that ended within the one that runs."""
+        """Calls of the parts that ended within the one that runs."""
 
     @contextmanager
     def active(self, modules: Iterable[nn.Module], algorithms: Mapping[str, StageAlgorithm]) -> Generator[None]:
