@@ -273,7 +273,7 @@ def row_of(
 
 
 def of_phases(plans: Sequence[Report], shares: Mapping[str, float]) -> dict[str, float]:
-    """Seconds or FLOPs by phase, on the line through two plans. shares: that of the second one, 0 where there is none."""
+    """Seconds or FLOPs by phase, on the line through two plans. shares: of the second one, 0 where there is none."""
     first, second = plans[0], plans[-1]
     return {phase: (1 - shares[phase]) * first.get(phase, 0) + shares[phase] * second.get(phase, 0) for phase in PHASES}
 
