@@ -107,6 +107,12 @@ def test_what_selection_leaves_is_trained_on(
     assert any("drop_zero_variance" in note for note in share.notes) == (recipe == "worlds/arithmetic/rft")
 
 
+@pytest.mark.parametrize(("more", "replayed"), [((), 192), (("schedule.experience.groups_per_rollout=6",), 96)])
+def test_groups_of_earlier_rollouts_are_trained_on_too(tmp_path: Path, more: tuple[str, ...], replayed: int) -> None:
+    work = share_of(checked("worlds/shapes/nft_replay", *more), tmp_path).root
+    assert (work.num_kept, work.num_replayed) == (192, replayed)
+
+
 @pytest.mark.nightly
 def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     words = ["worlds/shapes/flowgrpo", "batch_size=4", "sampling.samples_per_prompt=8", "eval=null"]

@@ -382,7 +382,7 @@ def _times(share: Share) -> dict[str, float]:
 
 def _times_of_tracks(share: Share) -> dict[str, float]:
     return {
-        track: work.mean_depth * work.num_kept / work.num_trained
+        track: work.mean_depth * (work.num_kept + work.num_replayed) / work.num_trained
         for track, work in share.works.items()
         if work.num_trained
     }

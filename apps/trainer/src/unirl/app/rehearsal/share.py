@@ -50,6 +50,8 @@ class Work:
     """In a rollout of the rehearsal; the others are added to what memory holds."""
     num_trained: int
     """Samples that are trained on, the first micro-batches of every update; 0 for a track that is not."""
+    num_replayed: int = 0
+    """Samples of earlier rollouts that are trained on too (`schedule.experience`)."""
     mean_depth: float = 1.0
     """Training of a sample in the mean over rollouts, relative to that of the rehearsed ones, which go deepest."""
     fractions: Mapping[str, float] = field(default_factory=dict)
@@ -248,6 +250,7 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
                 round(prompts * per_prompt[stage.track] * fraction),
                 _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
+            num_replayed=_num_replayed(run, kept[stage.track]),
             mean_depth=depth,
             fractions=_fractions(run.all_policies[stage.policy], depth),
         )
@@ -259,6 +262,16 @@ def _num_kept(run: ComposedRun, num_samples: int) -> int:
     updates = math.lcm(*(policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()))
     kept = -(-round(num_samples * kept_fraction(run)) // updates) * updates
     return min(num_samples, kept)
+
+
+def _num_replayed(run: ComposedRun, num_kept: int) -> int:
+    """Samples of one rank that come from earlier rollouts, in groups as large as those of this one."""
+    experience = run.file.schedule.experience
+    if experience is None:
+        return 0
+    of_group = run.samples_per_prompt * kept_fraction(run)
+    best_of = min(experience.best_of or of_group, of_group)
+    return round(num_kept * experience.groups_per_rollout / run.batch_size * best_of / of_group)
 
 
 def _rehearsed_fraction(run: ComposedRun) -> float:
