@@ -257,7 +257,7 @@ def row_of(
         measured, planned = steps.ask(num_steps), plans.ask(1)
         lengths = lengths + measured["lengths"]
         seconds = of_phases(planned["seconds"], shares_of(lengths, low))
-        if of_kept(run, made["trained_samples"]):
+        if keeps_by_reward(run):
             seconds["train"] *= measured["trained_samples"] / counted["trained_samples"]
         if measured["depth"]:
             seconds["train"] *= measured["depth"] / counted["depth"]
@@ -296,9 +296,14 @@ def decoded_tokens(lengths: Sequence[int]) -> float:
     return total / len(lengths)
 
 
+def keeps_by_reward(run: ComposedRun) -> bool:
+    """True if rewards decide how many samples are trained on."""
+    return run.advantages.node.get("kind") == "accepted"
+
+
 def of_kept(run: ComposedRun, num_trained: float) -> list[str]:
     """What makes a plan train on as many samples as were measured, where their number depends on rewards."""
-    if run.advantages.node.get("kind") != "accepted":
+    if not keeps_by_reward(run):
         return []
     best = round(run.samples_per_prompt * num_trained / (run.batch_size * run.samples_per_prompt))
     return ["advantages.kind=best_of_n", f"advantages.num_best={max(best, 1)}", "~advantages.threshold"]

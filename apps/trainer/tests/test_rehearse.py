@@ -36,10 +36,13 @@ from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
 
 
-def rehearse(*words: str) -> subprocess.CompletedProcess[str]:
-    """A separate process, in which a device is registered for good."""
-    command = [str(Path(sys.executable).parent / "trainer"), "rehearse", *words]
+def trainer(*words: str) -> subprocess.CompletedProcess[str]:
+    """A separate process: a rehearsal registers a device for good."""
+    command = [str(Path(sys.executable).parent / "trainer"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
+rehearse = partial(trainer, "rehearse")
 
 
 def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
@@ -126,14 +129,10 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "recipe", ["worlds/shapes/awm", "worlds/edits/nft"]
-)  # with anchors; with a stream nothing reads
+@pytest.mark.parametrize("recipe", ["worlds/shapes/awm", "worlds/edits/nft"])
 def test_training_of_several_updates_is_counted_to_the_operation(recipe: str) -> None:
-    trainer = str(Path(sys.executable).parent / "trainer")
-    done = subprocess.run(
-        [trainer, "bench", recipe, "--warmup", "0", "--repeats", "1"], capture_output=True, text=True, timeout=900
-    )
+    """The first has anchors, the second a stream that nothing reads after the last block."""
+    done = trainer("bench", recipe, "--warmup", "0", "--repeats", "1")
     assert done.returncode == 0, done.stderr
     counted = rehearse(recipe, "device=cpu", "eval=null")
     assert counted.returncode == 0, counted.stderr

@@ -28,13 +28,16 @@ NUM_RUN = 2
 Value = Any  # Any: arguments and results of a model
 
 
+PartKind = Literal["first update", "later updates", "reward gradients", "anchors", "judged anchors", "optimizer"]
+"""Losses with their backward passes, in the first update and in those after it, without the gradients of rewards with
+respect to clean samples. Updates after the first have anchors, one that is judged as a whole has them for all its
+samples."""
+
+
 class TrainingPart(NamedTuple):
     """A part of training, whose share of a step may differ from its share of a rehearsal."""
 
-    kind: Literal["first update", "later updates", "reward gradients", "anchors", "judged anchors", "optimizer"]
-    """Losses with their backward passes, in the first update and in those after it, without the gradients of rewards
-    with respect to clean samples. Updates after the first have anchors, one that is judged as a whole has them for all
-    its samples."""
+    kind: PartKind
     track: str | None = None
 
 
@@ -134,7 +137,7 @@ class Repeats:
         return run
 
     def _anchor(self, track: str, algorithm: StageAlgorithm) -> Callable[..., Value]:
-        kind: Literal["judged anchors", "anchors"] = "judged anchors" if algorithm.judges_update else "anchors"
+        kind: PartKind = "judged anchors" if algorithm.judges_update else "anchors"
         return self.as_part(TrainingPart(kind, track), algorithm.anchor)
 
     def as_part(self, part: TrainingPart, call: Callable[..., Value]) -> Callable[..., Value]:

@@ -36,9 +36,8 @@ class Stopwatch:
         self._noise = torch.empty(0, device=meter.device)
         self.untimed = set[str]()
         """Operators that this machine lacks; they take nothing."""
-        self._measuring_s = 0.0
+        self._measuring_s = self._mean_s([lambda: None])
         """Seconds that it takes to measure nothing."""
-        self._measuring_s = self._mean_s([_nothing])
 
     def seconds(self, call: Call, *, trains: bool) -> float:
         """Mean seconds of a call. trains: activations stay for a backward pass."""
@@ -54,10 +53,11 @@ class Stopwatch:
         ]
         try:
             with torch.no_grad():
-                return self._mean_s([partial(call.func, *args, **kwargs) for args, kwargs in several])
+                mean_s = self._mean_s([partial(call.func, *args, **kwargs) for args, kwargs in several])
         except (NotImplementedError, RuntimeError, TypeError, IndexError):  # a kernel that this device lacks
             self.untimed.add(call.name)
             return 0.0
+        return max(mean_s - self._measuring_s, 0.0)
 
     def _filled(self, value: Value) -> Value:
         device = self._meter.device
@@ -91,11 +91,7 @@ class Stopwatch:
             found.append(spent.seconds)
             if len(found) >= MOST or (len(found) >= FEWEST and sum(found) >= LEAST_S):
                 break
-        return max(statistics.mean(found) - self._measuring_s, 0.0)
-
-
-def _nothing() -> None:
-    """What is timed to know what timing takes."""
+        return statistics.mean(found)
 
 
 def _num_stored(shape: TensorShape) -> int:

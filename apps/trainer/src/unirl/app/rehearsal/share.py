@@ -15,6 +15,7 @@ from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
+from unirl.rehearsal.repeats import PartKind
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET, Part, Policy, Stage
@@ -54,7 +55,7 @@ class Work:
     """Samples of earlier rollouts that are trained on too (`schedule.experience`)."""
     mean_depth: float = 1.0
     """Training of a sample in the mean over rollouts, relative to that of the rehearsed ones, which go deepest."""
-    fractions: Mapping[str, float] = field(default_factory=dict)
+    fractions: Mapping[PartKind, float] = field(default_factory=dict)
     """How often some kinds of `TrainingPart` are computed for a sample in the mean, relative to training as a whole:
     those of one update alone, and what does not depend on the depth."""
 
@@ -285,11 +286,11 @@ def _num_updates(policy: Policy) -> int:
     return min(policy.stack.get("num_updates_per_batch", 1), UPDATES)
 
 
-def _fractions(policy: Policy, depth: float) -> dict[str, float]:
+def _fractions(policy: Policy, depth: float) -> dict[PartKind, float]:
     """Those of a `Work` for several updates. All samples have an anchor where they are trained on again."""
     updates, rehearsed = policy.stack.get("num_updates_per_batch", 1), _num_updates(policy)
     epochs = policy.stack.get("num_epochs", 1)
-    found = {"reward gradients": 1 / depth} if depth != 1 else {}
+    found: dict[PartKind, float] = {"reward gradients": 1 / depth} if depth != 1 else {}
     if updates == rehearsed:
         return found
     later = (epochs - 1 / updates) / (epochs - 1 / rehearsed)
