@@ -116,6 +116,16 @@ def test_groups_of_earlier_rollouts_are_trained_on_too(tmp_path: Path, more: tup
     assert (work.num_kept, work.num_replayed) == (192, replayed)
 
 
+def test_a_scorer_with_gradients_and_no_model_runs_in_a_rehearsal(tmp_path: Path) -> None:
+    share = share_of(checked("worlds/shapes/srpo"), tmp_path / "known")
+    scorers = share.run.resolved["reward"]["scorers"]
+    assert scorers["gradient"]["_target_"].endswith(".ShapesGradientScorer")
+    assert scorers["shapes"]["_target_"].endswith(".DrawnScorer")
+    assert share.notes[0].startswith("scores other than of gradient are drawn")
+    other = share_of(checked("worlds/shapes/srpo", "data.path=nowhere.jsonl"), tmp_path / "other")
+    assert other.run.resolved["reward"]["scorers"]["gradient"]["_target_"].endswith(".DrawnScorer")
+
+
 @pytest.mark.nightly
 def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     words = ["worlds/shapes/flowgrpo", "batch_size=4", "sampling.samples_per_prompt=8", "eval=null"]

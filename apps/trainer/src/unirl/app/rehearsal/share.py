@@ -167,7 +167,9 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
 
 
 def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
-    yield "scores are drawn; the bytes of reward models are those of `check --memory`"
+    computed = [name.rpartition(".")[2] for name, part in run.reward.inner.items() if _is_rehearsed(part, run)]
+    drawn = f"scores other than of {', '.join(computed)} are drawn" if computed else "scores are drawn"
+    yield f"{drawn}; the bytes of reward models are those of `check --memory`"
     if run.selection is not None and run.selection.get("drop_zero_variance") and kept_fraction(run) == 1:
         yield "all samples are trained on: how many selection.drop_zero_variance leaves out depends on their rewards"
     if run.selection is not None and run.selection.get("dynamic_sampling"):
@@ -359,6 +361,9 @@ def _at(recipe: Recipe, place: str) -> Recipe:
 def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
     for name, part in run.reward.inner.items():
         own = name.rpartition(".")[2]
+        if _is_rehearsed(part, run):
+            yield own, dict(part.node)
+            continue
         scorer: Recipe = {
             "_target_": "unirl.app.rehearsal.scorer.DrawnScorer",
             "name": own,
@@ -368,6 +373,12 @@ def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
         if weights := part.get("component_weights"):
             scorer["component_weights"] = dict(weights)
         yield own, scorer
+
+
+def _is_rehearsed(scorer: Part, run: ComposedRun) -> bool:
+    """True if a rehearsal runs the scorer itself: one with gradients and no model, for the prompts that it knows."""
+    has_prompts = Path(str(run.data.get("path"))).expanduser().exists()
+    return has_prompts and scorer.abilities.get("is_differentiable") is True and not scorer_bytes(scorer)
 
 
 def _bundles(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
