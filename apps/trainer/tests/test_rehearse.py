@@ -20,6 +20,7 @@ import unirl.worlds.shapes
 from unirl.app.command_line import Command
 from unirl.app.recipe import composed, settled
 from unirl.app.rehearsal import command
+from unirl.app.rehearsal.branching import branching_of
 from unirl.app.rehearsal.command import WORLDS, for_devices
 from unirl.app.rehearsal.engines import with_engines
 from unirl.app.rehearsal.rehearse import Rehearsed
@@ -124,6 +125,38 @@ def test_a_scorer_with_gradients_and_no_model_runs_in_a_rehearsal(tmp_path: Path
     assert share.notes[0].startswith("scores other than of gradient are drawn")
     other = share_of(checked("worlds/shapes/srpo", "data.path=nowhere.jsonl"), tmp_path / "other")
     assert other.run.resolved["reward"]["scorers"]["gradient"]["_target_"].endswith(".DrawnScorer")
+
+
+def test_a_rollout_counts_as_the_mean_of_the_places_where_groups_part() -> None:
+    found = branching_of(checked("worlds/shapes/flowgrpo_fast", "num_rollouts=400"))
+    assert found is not None
+    scheduler = checked("worlds/shapes/flowgrpo_fast").resolved["sampling"]["scheduler"]
+    assert (scheduler["max_step"], scheduler["window_size"]) == (4, 2)  # places 0, 1 and 2
+    assert found.share == pytest.approx(0.5, abs=0.05)
+    assert found.earliest != found.latest
+    assert branching_of(checked("worlds/shapes/flowgrpo")) is None
+    fixed = ("sampling.scheduler.stride=0", "sampling.scheduler.init=1")
+    assert branching_of(checked("worlds/shapes/flowgrpo_fast", *fixed)) is None
+
+
+@pytest.mark.nightly
+def test_steps_that_a_group_walks_together_are_made_once() -> None:
+    words = ("worlds/shapes/flowgrpo_fast", "eval=null", "batch_size=4", "stack.micro_batch_size=8")
+    mean = _rollout_tflop(*words)
+    places = [
+        _rollout_tflop(*words, "sampling.scheduler.stride=0", f"sampling.scheduler.init={place}") for place in (0, 2)
+    ]
+    assert places[0] > 1.3 * places[1]
+    share = branching_of(checked(*words))
+    assert share is not None
+    assert mean == pytest.approx(places[0] + share.share * (places[1] - places[0]), rel=0.01)
+
+
+def _rollout_tflop(*words: str) -> float:
+    done = rehearse(*words)
+    assert done.returncode == 0, done.stderr
+    [tflop] = re.findall(r" rollout ([\d.]+)(?:,|$)", done.stdout, re.M)
+    return float(tflop)
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unirl.app.rehearsal.branching import Branching
 from unirl.app.rehearsal.categories import (
     ACTIVATIONS,
     COPIES,
@@ -45,6 +46,7 @@ from unirl.train.shards import local_part
 from unirl.trainer.build.assembly import make_evaluator, make_trainer
 from unirl.trainer.build.worker import build_components
 from unirl.trainer.clock import PhaseClock
+from unirl.trainer.collector import Collector
 from unirl.trainer.policy import numbered, role_name
 from unirl.trainer.roles import StackRole
 from unirl.types.batch import Batch
@@ -153,6 +155,8 @@ class _Step:
     """Numbers in the models of each policy that samples."""
     counts: Counts
     """What the step computed and sent."""
+    sampling: Mapping[Call, float]
+    """Calls of a rollout, in the mean where rollouts differ."""
     parts: Mapping[TrainingPart, Counter[Call]]
     """Calls of training."""
 
@@ -226,11 +230,25 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
                             pass
             counts, mode.counts = mode.counts, Counts()
             trainer.collector.collect(2).resp.release()
+            sampling: Mapping[Call, float] = counts.operators["rollout"]
+            if share.branching is not None:
+                sampling = _mean_rollout(share.branching, trainer.collector, mode)
         weights = {
             name: sum(part.numel() for module in bundle.trainable_modules().values() for part in module.parameters())
             for name, bundle in bundles.items()
         }
-    return _Step(sample_bytes, trained_bytes, weights, counts, repeats.noted)
+    return _Step(sample_bytes, trained_bytes, weights, counts, sampling, repeats.noted)
+
+
+def _mean_rollout(branching: Branching, collector: Collector[Any], mode: Rehearsal) -> dict[Call, float]:
+    """The calls of sampling, in the mean over rollouts; Any: parameters of the modality."""
+    found: list[Mapping[Call, float]] = []
+    for number in (branching.earliest, branching.latest):
+        mode.counts = Counts()
+        collector.collect(number).resp.release()
+        found.append(mode.counts.operators["rollout"])
+    low, high = found
+    return summed([(low, 1 - branching.share), (high, branching.share)])
 
 
 @contextmanager
@@ -356,7 +374,7 @@ def _with_others(phase: str, peak: Peak, share: Share, step: _Step) -> Peak:
 def _operators(step: _Step, share: Share) -> dict[str, dict[Call, float]]:
     """The calls of each phase of a step, for all samples of this rank."""
     times = _times(share)
-    counted = step.counts.operators
+    counted: dict[str, Mapping[Call, float]] = {**step.counts.operators, "rollout": step.sampling}
     found = {phase: summed([(calls, times.get(phase, 1.0))]) for phase, calls in counted.items()}
     # Copies of the policy before the updates, which belong to no track, are scaled as the first one that trains.
     rest = summed([(counted.get("train", {}), 1.0), *((part, -1.0) for part in step.parts.values())])

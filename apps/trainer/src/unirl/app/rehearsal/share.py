@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unirl.app.memory import scorer_bytes, trained_steps
+from unirl.app.rehearsal.branching import Branching, branching_of
 from unirl.app.rehearsal.prompts import eval_prompts, write_prompts
 from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
@@ -78,6 +79,8 @@ class Share:
     """Updates of a rollout over those that are rehearsed."""
     pushes: bool
     """True if weights are gathered for an engine."""
+    branching: Branching | None
+    """Where rollouts differ in what they compute."""
     notes: tuple[str, ...]
     """What is not rehearsed, or is taken from a formula."""
 
@@ -162,6 +165,7 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         evaluated=evaluated,
         updates=run.policy.stack.get("num_updates_per_batch", 1) / _num_updates(run.policy),
         pushes=any(policy.sync is not None for policy in run.policies.values()),
+        branching=branching_of(run),
         notes=tuple(_notes(run, apart)),
     )
 
@@ -179,6 +183,8 @@ def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
+    if branching_of(run) is not None:
+        yield "samples of a group part at steps that differ by rollout; FLOPs of the rollout are of their mean"
     for at, depth in _random_depths(run):
         yield f"{at}.truncation is rehearsed at its deepest; FLOPs are of the mean, {depth:.2f} of that"
     for stage in apart:
