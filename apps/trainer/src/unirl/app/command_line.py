@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "values": ("check",),
     "all": ("check", "rehearse"),
     "fits": ("rehearse",),
+    "answer_tokens": ("rehearse", "plan"),
     "on": ("plan",),
     "memory": ("check", "plan"),
     "gpus": ("plan",),
@@ -236,6 +237,12 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
         "--all", action="store_true", help="check: every packaged recipe; rehearse: every one of a real model"
     )
     parser.add_argument("--fits", metavar="80GB", help="rehearse: fail where a device of this size is too small")
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        metavar="N",
+        help="rehearse, plan: tokens of what an environment answers to a turn (512, as far as episodes have room)",
+    )
     parser.add_argument("--on", metavar="h100", help="plan: h100, h200, a100, mi300, 910b, or here: this machine")
     memory = (
         "check: what each phase takes of a GPU, estimated from published sizes; plan --memory 80GB: find a layout for "

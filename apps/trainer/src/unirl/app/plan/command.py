@@ -15,7 +15,7 @@ from unirl.app.plan.predict import predicted
 from unirl.app.plan.rates import DEVICES, Clock, rates_of
 from unirl.app.plan.report import as_json, lines, plan_of
 from unirl.app.recipe import composed, settled
-from unirl.app.rehearsal.command import USUAL_BYTES, for_devices, rehearsed
+from unirl.app.rehearsal.command import USUAL_BYTES, for_devices, rehearsed, tokens_of_answers
 from unirl.app.rehearsal.knobs import Changes, knobs_of
 from unirl.app.rehearsal.report import FIXED_BYTES, NUM_HOLDERS, expected_bytes, limit_of, size_text
 from unirl.config.check import check_recipe
@@ -36,7 +36,7 @@ def plan_recipe(command: Command) -> int:
     rates = None if on == HERE else rates_of(on)
     if rates is None and run.num_devices > 1:
         raise ConfigError(f"--on {HERE} times one process, and the recipe has {run.num_devices}. Set num_devices=1.")
-    found = rehearsed(run, USUAL_BYTES if rates is None else rates.memory_bytes)
+    found = rehearsed(run, USUAL_BYTES if rates is None else rates.memory_bytes, tokens_of_answers(command))
     clock: Clock = Here(run.device) if rates is None else rates
     plan = plan_of(run, found, predicted(found, clock), clock)
     shown = [*lines(plan), *(f"  {remark}" for remark in (*clock.remarks(), *found.notes))]
@@ -54,7 +54,7 @@ def _plan_layout(command: Command) -> int:
     memory = limit_of(str(command.options["memory"]), "--memory") if "memory" in command.options else rates.memory_bytes
     if memory <= FIXED_BYTES:
         raise ConfigError(f"--memory {size_text(memory)} is no more than a device takes for its context and libraries.")
-    machine, start = Machine(command.recipe, on, memory), _start(command)
+    machine, start = Machine(command.recipe, on, memory, tokens_of_answers(command)), _start(command)
     num_devices = for_devices(composed(Command("plan", command.recipe, start))).num_devices
     devices = f"{num_devices} device{'s' if num_devices > 1 else ''}"
     _write(f"{command.recipe} on {devices} of {size_text(memory)}, {rates.name}: GB by phase, each rehearsed")

@@ -23,6 +23,7 @@ from unirl.app.rehearsal.categories import ACTIVATIONS
 from unirl.app.rehearsal.command import for_devices, rehearsed
 from unirl.app.rehearsal.knobs import Changes, Knob, knobs_of
 from unirl.app.rehearsal.report import FIXED_BYTES, GB, SLACK, expected_bytes
+from unirl.app.rehearsal.share import ANSWER_TOKENS
 from unirl.config.runs import ComposedRun
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError, UniRLError
@@ -43,6 +44,8 @@ class Machine:
     device: str
     """A name of `unirl.app.plan.rates.DEVICES`."""
     memory_bytes: float
+    answer_tokens: int = ANSWER_TOKENS
+    """What an environment answers to a turn has so many."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def rehearse_layout(machine: Machine, changes: Changes) -> Layout:
     """The rehearsal of a layout in this process. Raises ConfigError as `rehearsed` does."""
     prepare_process()
     run, rates = checked(machine, changes), rates_of(machine.device)
-    found = rehearsed(run, machine.memory_bytes)
+    found = rehearsed(run, machine.memory_bytes, machine.answer_tokens)
     plan = plan_of(run, found, predicted(found, rates), rates)
     return Layout(changes, found.peaks, {name: phase.wall_s for name, phase in plan.phases.items()})
 

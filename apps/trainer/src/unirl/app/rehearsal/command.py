@@ -16,6 +16,7 @@ from unirl.app.environment import prepare_process
 from unirl.app.recipe import composed, settled
 from unirl.app.rehearsal.rehearse import Rehearsed, rehearse
 from unirl.app.rehearsal.report import limit_of, lines, verdict
+from unirl.app.rehearsal.share import ANSWER_TOKENS
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
@@ -38,6 +39,7 @@ def rehearse_recipes(command: Command) -> int:
     num_jobs = int(command.options.get("jobs", 1))
     if num_jobs < 1 or ("jobs" in command.options and "all" not in command.options):
         raise ConfigError(f"--jobs {num_jobs}: rehearsals at a time, 1 or more, for rehearse --all alone")
+    tokens_of_answers(command)
     if "all" not in command.options:
         report = _report(command, limit, command.recipe)
         sys.stdout.write(report.text)
@@ -68,7 +70,7 @@ def _reports(report: Callable[[str], _Report], names: Sequence[str], num_jobs: i
 
 
 def _report(command: Command, limit: float | None, name: str) -> _Report:
-    found = rehearsed(for_devices(composed(command, name)), limit or USUAL_BYTES)
+    found = rehearsed(for_devices(composed(command, name)), limit or USUAL_BYTES, tokens_of_answers(command))
     fits, said = verdict(found, limit) if limit is not None else (True, [])
     return _Report("".join(f"{line}\n" for line in (*lines(found), *said)), fits)
 
@@ -87,10 +89,18 @@ def for_devices(config: DictConfig) -> ComposedRun:
     return check_recipe(settled(config))
 
 
-def rehearsed(run: ComposedRun, device_bytes: float) -> Rehearsed:
+def tokens_of_answers(command: Command) -> int:
+    """Tokens of what environments answer to a turn. Raises ConfigError for a negative number."""
+    num = int(command.options.get("answer_tokens", ANSWER_TOKENS))
+    if num < 0:
+        raise ConfigError(f"--answer-tokens {num}: what an environment answers to a turn has 0 tokens or more")
+    return num
+
+
+def rehearsed(run: ComposedRun, device_bytes: float, answer_tokens: int = ANSWER_TOKENS) -> Rehearsed:
     """Raises ConfigError for a recipe that cannot be rehearsed, with the line that stands in the way."""
     try:
-        return rehearse(run, device_bytes)
+        return rehearse(run, device_bytes, answer_tokens)
     except UniRLError:
         raise
     except Exception as error:  # whatever a model's code does with a tensor that has no values

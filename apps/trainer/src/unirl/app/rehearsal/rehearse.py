@@ -26,7 +26,7 @@ from unirl.app.rehearsal.categories import (
     TEXT_ENCODERS,
 )
 from unirl.app.rehearsal.engines import SAMPLING, with_engines
-from unirl.app.rehearsal.share import Share, Work, share_of
+from unirl.app.rehearsal.share import ANSWER_TOKENS, Share, Work, share_of
 from unirl.app.rehearsal.texts import longest_texts
 from unirl.config.runs import ComposedRun
 from unirl.distributed.held import Held
@@ -101,10 +101,11 @@ class _RankZero(LocalRuntime):
         return [MeshPlace()]
 
 
-def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
+def rehearse(run: ComposedRun, device_bytes: float, answer_tokens: int = ANSWER_TOKENS) -> Rehearsed:
     """One step of a checked run, and the rollout of the next.
 
-    device_bytes: memory of a device, of which some engines take a share.
+    device_bytes: memory of a device, of which some engines take a share. answer_tokens: of what an environment answers
+    to a turn.
     Raises ConfigError for a recipe that cannot be rehearsed.
     """
     import diffusers  # noqa: F401 - libraries make tensors while they are imported, which the mode would take for the run's
@@ -114,7 +115,7 @@ def rehearse(run: ComposedRun, device_bytes: float) -> Rehearsed:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        share = share_of(run, folder)
+        share = share_of(run, folder, answer_tokens)
         mode = Rehearsal()
         join_group(share.num_ranks)
         try:
@@ -194,12 +195,13 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         clock.observer = observed
         modules = [module for bundle in bundles.values() for module in bundle.trainable_modules().values()]
         pipelines = _pipelines(share.run, runtime)
+        turns = {stage.policy: stage.turns for stage in share.run.stages if stage.turns is not None}
         everything = [module for bundle in bundles.values() for module in _all_modules(bundle)]
         repeats = Repeats(mode)
         blocks = Blocks(repeats)
         with (
             repeats.active(modules, _algorithms(share.run, runtime)),
-            longest_texts(pipelines, repeats),
+            longest_texts(pipelines, turns, repeats, share.answer_tokens),
             _noted_updates(backends, repeats),
             blocks.active(everything),
             steps_alike(mode, blocks),
@@ -302,13 +304,15 @@ def _algorithms(run: ComposedRun, runtime: LocalRuntime) -> dict[str, Any]:  # A
     return found
 
 
-def _pipelines(run: ComposedRun, runtime: LocalRuntime) -> list[Any]:  # Any: as above
+def _pipelines(run: ComposedRun, runtime: LocalRuntime) -> dict[str, list[Any]]:  # Any: as above
     """The pipelines of all policies, those that only sample too."""
-    return [
-        runtime.component(role_name(policy.name, numbered("pipeline", own, policy.pipelines), run.all_policies))
+    return {
+        policy.name: [
+            runtime.component(role_name(policy.name, numbered("pipeline", own, policy.pipelines), run.all_policies))
+            for own in policy.pipelines
+        ]
         for policy in run.all_policies.values()
-        for own in policy.pipelines
-    ]
+    }
 
 
 def _label_models(mode: Rehearsal, bundle: ModelBundle) -> None:

@@ -25,6 +25,8 @@ MICRO_BATCHES = 2
 """Micro-batches of an update: the second one has gradients in memory, and those after it are like it."""
 UPDATES = 2
 """Updates of a rollout: the second one has the optimizer's state in memory, and those after it are like it."""
+ANSWER_TOKENS = 512
+"""Tokens of what an environment answers to a turn, where nothing else is said."""
 DIRECT = {
     False: "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine",
     True: "unirl.rollout.engine.trainside.text.TrainsideTextEngine",
@@ -79,6 +81,8 @@ class Share:
     """Updates of a rollout over those that are rehearsed."""
     pushes: bool
     """True if weights are gathered for an engine."""
+    answer_tokens: int
+    """Tokens of what an environment answers to a turn, where an episode has room for them."""
     branching: Branching | None
     """Where rollouts differ in what they compute."""
     notes: tuple[str, ...]
@@ -90,7 +94,7 @@ class Share:
         return next(iter(self.works.values()))
 
 
-def share_of(run: ComposedRun, folder: Path) -> Share:
+def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS) -> Share:
     """One rank's share of a run, its models' configurations and prompts written to `folder`.
 
     Raises ConfigError for a recipe that cannot be rehearsed, with the reason.
@@ -125,6 +129,9 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
     }
     for stage in apart:
         _sample_directly(recipe, stage, works[str(stage.track)])
+    for stage in run.stages:
+        if stage.turns is not None:
+            _answer_always(_at(recipe, stage.turns.at))
     for policy in run.policies.values():
         _at(recipe, policy.stack.at)["num_updates_per_batch"] = _num_updates(policy)
     for at, _ in _random_depths(run):
@@ -165,12 +172,13 @@ def share_of(run: ComposedRun, folder: Path) -> Share:
         evaluated=evaluated,
         updates=run.policy.stack.get("num_updates_per_batch", 1) / _num_updates(run.policy),
         pushes=any(policy.sync is not None for policy in run.policies.values()),
+        answer_tokens=answer_tokens,
         branching=branching_of(run),
-        notes=tuple(_notes(run, apart)),
+        notes=tuple(_notes(run, apart, answer_tokens)),
     )
 
 
-def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
+def _notes(run: ComposedRun, apart: tuple[Stage, ...], answer_tokens: int) -> Iterator[str]:
     computed = [name.rpartition(".")[2] for name, part in run.reward.inner.items() if _is_rehearsed(part, run)]
     drawn = f"scores other than of {', '.join(computed)} are drawn" if computed else "scores are drawn"
     yield f"{drawn}; the bytes of reward models are those of `check --memory`"
@@ -183,6 +191,11 @@ def _notes(run: ComposedRun, apart: tuple[Stage, ...]) -> Iterator[str]:
     for stage in run.stages:
         if _makes_texts(stage):
             yield f"every text of {stage.track or 'the engine'} has {stage.sampling.get('max_new_tokens')} tokens"
+        if stage.turns is not None:
+            yield (
+                f"every episode has {stage.turns.get('max_turns')} turns of so many tokens, as far as {stage.turns.at} "
+                f"and the context allow, with answers of up to {answer_tokens} (--answer-tokens)"
+            )
     if branching_of(run) is not None:
         yield "samples of a group part at steps that differ by rollout; FLOPs of the rollout are of their mean"
     for at, depth in _random_depths(run):
@@ -342,6 +355,15 @@ def _sample_directly(recipe: Recipe, stage: Stage, work: Work) -> None:
     own[key] = {"_target_": DIRECT[_makes_texts(stage)], **engine}
     for policy in (recipe, *(recipe.get("policies") or {}).values()):
         policy.pop("sync", None)
+
+
+def _answer_always(turns: Recipe) -> None:
+    """Let an environment answer whatever a model without weights writes, in a process of this machine."""
+    turns.pop("pool", None)
+    turns["environment"] = {
+        "_target_": "unirl.app.rehearsal.environment.AnsweringEnvironment",
+        "environment": turns["environment"],
+    }
 
 
 def _evaluate_one_forward(recipe: Recipe, path: str, run: ComposedRun, work: Work, num_ranks: int) -> float:

@@ -1,22 +1,29 @@
-"""Completions of full length, of which three tokens are decoded: the others cost what the third did."""
+"""Completions of full length, of which three tokens are decoded: the others cost what the third did. Episodes of turns
+have all of their turns, with answers in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unirl.models.adapter import require_condition
 from unirl.models.ar import Decoder
 from unirl.models.packed.language import TextCache
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.rehearsal.repeats import Repeats, replaced
+from unirl.rollout.turns.episodes import is_of_later_turn
+from unirl.types.conditions import Bridge, PromptCondition
 from unirl.types.errors import ContractError
 from unirl.types.kept_texts import KeptTexts
+from unirl.types.messages import Message
 from unirl.types.protocols.models import Conditions
+from unirl.types.recipe import Part
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
@@ -25,16 +32,49 @@ FEW = 2
 
 
 @contextmanager
-def longest_texts(pipelines: Iterable[object], repeats: Repeats) -> Generator[None]:
-    """Within it every completion has as many tokens as its parameters allow, the most that a rollout can hold."""
+def longest_texts(
+    pipelines: Mapping[str, Iterable[object]], turns: Mapping[str, Part], repeats: Repeats, answer_tokens: int
+) -> Generator[None]:
+    """Within it every completion has as many tokens as its parameters allow, the most that a rollout can hold.
+
+    pipelines, turns: by policy. answer_tokens: of what an environment answers to a turn, or less where an episode has
+    no room for more.
+    """
     with ExitStack() as stack:
-        for pipeline in pipelines:
-            if isinstance(pipeline, AutoregressivePipeline):
-                stack.enter_context(replaced(pipeline, "generate", _generating(pipeline, repeats)))
+        for policy, own in pipelines.items():
+            for pipeline in own:
+                if isinstance(pipeline, AutoregressivePipeline):
+                    answers = Answers(pipeline, turns[policy], answer_tokens) if policy in turns else None
+                    stack.enter_context(replaced(pipeline, "generate", _generating(pipeline, repeats, answers)))
+                    if answers is not None:
+                        stack.enter_context(replaced(pipeline, "bridge", answers.bridge))
         yield
 
 
-def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[..., TextSegment]:
+class Answers:
+    """What an environment answers, as long as all turns of an episode have room for."""
+
+    def __init__(self, pipeline: AutoregressivePipeline, turns: Part, num_tokens: int) -> None:
+        self._context_length, self._bridge = pipeline.context_length, pipeline.bridge
+        self._num_turns, self._max_tokens = turns.get("max_turns"), turns.get("max_tokens")
+        self._most = num_tokens
+        self._num_tokens = 0
+
+    def make_room(self, prompt_tokens: int, turn_tokens: int) -> None:
+        """Episodes begin, with prompts and turns of so many tokens at most."""
+        limit = self._context_length - prompt_tokens
+        room = (limit if self._max_tokens is None else min(limit, self._max_tokens)) - self._num_turns * turn_tokens
+        self._num_tokens = min(self._most, room // max(1, self._num_turns - 1))
+
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        """That of messages without text, with tokens as if they had some."""
+        found = self._bridge(messages)
+        return replace(found, tokens=[*found.tokens, *[0] * (self._num_tokens - len(found.tokens))])
+
+
+def _generating(
+    pipeline: AutoregressivePipeline, repeats: Repeats, answers: Answers | None
+) -> Callable[..., TextSegment]:
     sampled, remembered, decoded = pipeline.generate, pipeline.remember, pipeline.decoder
 
     @torch.no_grad()
@@ -51,18 +91,28 @@ def _generating(pipeline: AutoregressivePipeline, repeats: Repeats) -> Callable[
         del any_rank, num_begun, is_ending, kept
         # Nothing ends early, and all ranks end together.
         tokens = FirstTokens(repeats, params.max_new_tokens)
+        is_later = any(map(is_of_later_turn, noise_keys))
+        if answers is not None and not is_later:
+            prompts = require_condition(conditions, "prompt", PromptCondition)
+            answers.make_room(int(prompts.lengths.max()), params.max_new_tokens)
+        num_equal = 1 if is_later else params.samples_per_prompt  # samples of a group, until they wrote something
         with (
             tokens,
             replaced(pipeline, "decoder", lambda *given: tokens.of(decoded(*given))),
             replaced(pipeline, "remember", lambda *_: None),
-            replaced(pipeline.adapter, "prompt_keys", keys_of_groups(pipeline.adapter, params.samples_per_prompt)),
+            replaced(pipeline.adapter, "prompt_keys", keys_of_groups(pipeline.adapter, num_equal)),
         ):
             sampled(conditions, params, noise_keys=noise_keys, any_rank=_always, is_ending=tokens.are_decoded)
         num, num_tokens, device = len(noise_keys), params.max_new_tokens, tokens.device
+        # An environment answers texts that came to their end.
+        status, last = SegmentStatus.TRUNCATED, 0
+        if answers is not None:
+            status, last = SegmentStatus.COMPLETED, pipeline.stop_token_ids(params)[0]
+        own = torch.tensor([0] * (num_tokens - 1) + [last], device=device)
         segment = TextSegment.pack(
-            tokens=list(torch.zeros(num, num_tokens, dtype=torch.long, device=device)),
+            tokens=[own] * num,
             log_probs=None if params.is_greedy else list(torch.zeros(num, num_tokens, device=device)),
-            status=torch.full((num,), int(SegmentStatus.TRUNCATED), device=device),
+            status=torch.full((num,), int(status), device=device),
             params=params,
         )
         remembered(conditions, segment)

@@ -30,6 +30,7 @@ BEGUN_AGAIN = "begun_again"
 UNFINISHED = "unfinished episode"
 """Key of the metadata of a sample that can be continued (`RolloutTrack.is_unfinished`), and of those with it: an
 `UnfinishedEpisode`."""
+_TURN = ":turn:"
 _STATUS: dict[End | None, SegmentStatus] = {
     "answered": SegmentStatus.COMPLETED,
     "failed": SegmentStatus.FAILED,
@@ -178,7 +179,7 @@ def next_request(
         tokens=[torch.tensor(episode.prompt + episode.tokens, device=device) for episode in played]
     )
     names = [
-        f"{name}:turn:{episode.num_turns}" if episode.num_turns else name
+        f"{name}{_TURN}{episode.num_turns}" if episode.num_turns else name
         for name, episode in zip(asked.sample_ids, played, strict=True)
     ]
     seen = _seen(played)
@@ -188,6 +189,11 @@ def next_request(
         primitives={**asked.primitives, **_images(played, req)},
     )
     return asked.replace(begun=_begun_turns(asked, played))
+
+
+def is_of_later_turn(name: str) -> bool:
+    """True of the name that a sample has in the request for a turn after its first."""
+    return _TURN in name
 
 
 def _begun_turns(asked: RolloutReq, episodes: Sequence[Episode]) -> RolloutTrack | None:
