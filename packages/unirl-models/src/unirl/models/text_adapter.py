@@ -421,7 +421,7 @@ class TextAdapter:
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
         """A key of each sample's prompt: those with equal keys read the same, and are computed once. Images count by
         their patches."""
-        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        prompts = require_condition(conditions, "prompt", PromptCondition).to("cpu").unpack("tokens")
         keys: list[Hashable] = [tuple(prompt.tolist()) for prompt in prompts]
         images = conditions.get("images")
         if not isinstance(images, ImagePatchCondition):

@@ -136,7 +136,7 @@ class HunyuanImage3TextAdapter(PackedTextAdapter):
         return found
 
     def prompt_keys(self, conditions: Conditions) -> list[Hashable]:
-        prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
+        prompts = require_condition(conditions, "prompt", PromptCondition).to("cpu").unpack("tokens")
         images = given_images(conditions, len(prompts))
         return [
             (tuple(prompt.tolist()), tuple(image.key for image in shown))

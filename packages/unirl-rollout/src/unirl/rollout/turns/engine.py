@@ -207,7 +207,7 @@ class TurnsEngine(BaseRolloutEngine):
         """Episodes that have read their prompts."""
         episodes = []
         images = conditions.get("images")
-        for row, tokens in enumerate(cast("PromptCondition", conditions["prompt"]).unpack("tokens")):
+        for row, tokens in enumerate(cast("PromptCondition", conditions["prompt"]).to("cpu").unpack("tokens")):
             episode = Episode(tokens.tolist())
             if shown is not None:
                 episode.images = list(shown.images[row])
@@ -266,12 +266,13 @@ class TurnsEngine(BaseRolloutEngine):
 
     def _take(self, track: RolloutTrack, episodes: Sequence[Episode]) -> None:
         """Add what the model wrote."""
-        segment = cast("TextSegment", track.segment)
+        # One transfer: row by row, each would wait for the device.
+        segment = cast("TextSegment", track.segment).to("cpu")
         tokens = segment.unpack("tokens")
         log_probs = segment.unpack("log_probs") if segment.log_probs is not None else [torch.zeros(0)] * len(tokens)
         status = [SegmentStatus.COMPLETED] * len(tokens) if segment.status is None else segment.status.tolist()
         versions_B = (
-            torch.zeros(len(tokens), dtype=torch.long) if track.policy_versions is None else track.policy_versions
+            torch.zeros(len(tokens), dtype=torch.long) if track.policy_versions is None else track.policy_versions.cpu()
         )
         versions = segment.versions_by_token(versions_B).split(segment.lengths.tolist())
         texts = cast("Texts", track.decoded).texts
