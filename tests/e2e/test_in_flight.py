@@ -177,7 +177,10 @@ def test_calls_of_a_served_pool_go_on_in_the_run_that_resumes(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("ray_of_two_cores")
-@pytest.mark.parametrize("pools", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize(
+    "pools",
+    [pytest.param(own, id=name, marks=() if name == "mixed" else pytest.mark.nightly) for name, own in POOLS.items()],
+)
 def test_what_a_push_left_in_separate_pools_goes_on_there_and_in_the_run_that_resumes(tmp_path, pools):
     words = [*SERVED_STAGES, f"+pools={{train:{{devices:0}},{pools},judge:{{devices:3}}}}", "num_rollouts=4"]
     words += ["policies.painter.sampling.num_inference_steps=32"]  # images take longer than training: pushes cut them

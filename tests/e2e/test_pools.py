@@ -42,7 +42,7 @@ def ahead(recipe, folder):
 @pytest.mark.parametrize(
     ("served", "is_ahead"),
     [
-        pytest.param({}, False, id="even"),
+        pytest.param({}, False, id="even", marks=pytest.mark.nightly),
         pytest.param(SERVED, False, id="served", marks=pytest.mark.nightly),
         pytest.param(SERVED, True, id="served, ahead"),
     ],

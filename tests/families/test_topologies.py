@@ -66,8 +66,8 @@ def names_of(case: str, names: list[str]) -> list[str]:
     return [name for name in names if name in (*SPREAD, *SHARED_TEXTS) and (topology.sp == 2 or name in FOUR_HEADS)]
 
 
-MANY = ("sp2-recomputed", "dp2-sp2", "hsdp2-sp2", "ring2-recomputed")
-"""Cases that every family with tokens to spread takes besides the plain ones, each minutes for all of them."""
+MANY = ("ring2", "sp2-recomputed", "dp2-sp2", "hsdp2-sp2", "ring2-recomputed")
+"""Cases that every family with tokens to spread takes besides the plain one, each minutes for all of them."""
 THOROUGH = {*FIRST, "hunyuan_video15", *SHARED_TEXTS}
 """Families that take them in every run: those of each kind of attention. Others do nightly."""
 

@@ -487,8 +487,13 @@ def test_nft_may_evaluate_its_old_policy(recipes):
     check_recipe(changed(recipes[NFT], {"eval.policy": "old"}))
 
 
+ONE_PER_FOLDER = set({name.rpartition("/")[0]: name for name in RECIPES}.values())
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ONE_PER_FOLDER else pytest.mark.nightly) for name in RECIPES]
+)
 def test_every_recipe_takes_lora_from_the_command_line(recipes, name):
     # Besides one policy in flat sections, `policies` may have a teacher that does not train.
     policies = None if "backend" in recipes[name] else recipes[name]["policies"]

@@ -34,6 +34,7 @@ def test_a_step_makes_no_float64_on_a_device_without_it(names):
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 def test_float64_is_used_where_there_is_some():
     found = places("worlds/arithmetic/ppo", "--wide")["worlds/arithmetic/ppo"]
     assert {place.split(":")[0] for place in found} >= {

@@ -74,7 +74,9 @@ SCRIPTS = {
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in ("edits", "moves") else ()) for name in SCRIPTS]
+)
 def test_a_script_makes_a_folder_like_the_shipped_one_and_judges_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

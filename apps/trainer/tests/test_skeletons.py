@@ -36,8 +36,14 @@ def python(folder, *arguments):
     )
 
 
+USUAL = ("reward", "algorithm", "model", "environment")
+"""Kinds that are tried in every run; the others write less, and engines take longest. They are tried nightly."""
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.nightly) for kind in KINDS]
+)
 def test_what_is_written_passes_its_tests_and_trains(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name = f"sharp_{kind}"

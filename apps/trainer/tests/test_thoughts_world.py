@@ -129,6 +129,7 @@ def test_the_shipped_model_plans_and_draws_partly_right():
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly
 def test_a_checkpoint_can_be_made(tmp_path: Path):
     budget = pretrain.Budget(planner=2, painter=2)
     pretrain.pretrain(tmp_path / "made", seed=0, budget=budget)

@@ -147,6 +147,7 @@ def test_processes_take_what_changed_and_one_that_starts_later_takes_all():
 
 
 @pytest.mark.matrix
+@pytest.mark.nightly  # that of a pool of texts is in every run
 def test_twenty_processes_of_three_are_killed_at_random_and_every_sample_is_there_once():
     engine = LinearEngine(3, seconds_per_call=0.1)
     random_kills, killed, stop = random.Random(0), [], threading.Event()
