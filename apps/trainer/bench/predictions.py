@@ -9,37 +9,39 @@ means of its steps, which may draw how deep they train.
 
 A plan takes every text to be as long as it may be. So training on texts is planned at the mean length of those that are
 sampled next to each turn, and their rollout at as many tokens as are decoded for each: on the line through the plans of
-two whole numbers of tokens. Where rewards say how many samples are trained on, those of each turn are planned, and
-where the depth of training is drawn, the mean of the drawn ones. A teacher is the model that the run starts from, which
-computes as much as a trained one.
+two whole numbers of tokens. Episodes are planned for each number of turns that some of them have. Where rewards say how
+many samples are trained on, those of each turn are planned, and where the depth of training is drawn, the mean of the
+drawn ones. A teacher is the model that the run starts from, which computes as much as a trained one.
 """
 
 # ruff: noqa: INP001, T201 - a script, no package
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unirl.algorithms.alignprop import AlignProp
 from unirl.algorithms.reward_gradient import Denoising
 from unirl.app.bench import Benched, Step, refuse_what_is_not_measured, stepping
-from unirl.app.command_line import parse
+from unirl.app.command_line import Command, parse
 from unirl.app.environment import packaged_path, prepare_process, settle_on_cpu
 from unirl.app.meters import meter_of
 from unirl.app.plan.here import Here
 from unirl.app.plan.predict import predicted
 from unirl.app.recipe import composed, settled
-from unirl.app.rehearsal.command import USUAL_BYTES, rehearsed
+from unirl.app.rehearsal.branching import branching_of
+from unirl.app.rehearsal.command import USUAL_BYTES, rehearsed, tokens_of_answers
 from unirl.config.catalog import available
 from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
@@ -54,10 +56,13 @@ PHASES = ("rollout", "reward", "train")
 TURNS = 2
 LEAST_S = 1.5
 """Seconds of the steps of a turn."""
+MEAN_STEPS = 8
+"""Least steps of a turn where rollouts differ in what they compute; plans are of their mean."""
 FIRST = 3
 """Steps before the first turn: warm-up, and what is planned of them."""
 
 Report = dict[str, Any]  # Any: JSON
+Answers = Callable[[Sequence[Command]], Generator[Report, int]]
 
 
 def main() -> None:
@@ -94,9 +99,9 @@ def main() -> None:
     return None
 
 
-def checked(recipe: str, *overrides: str) -> ComposedRun:
+def checked(command: Command) -> ComposedRun:
     """The run of a recipe."""
-    return check_recipe(settled(composed(parse(["show", recipe, *overrides]))))
+    return check_recipe(settled(composed(command)))
 
 
 def not_measured(run: ComposedRun) -> str | None:
@@ -118,7 +123,7 @@ def not_measured(run: ComposedRun) -> str | None:
 def answer(what: str) -> None:
     """Answer each line, JSON in and out: of lists of words, what recipes with them make; of a number, seconds of each
     phase, the mean of so many steps, or planned with every operator timed anew."""
-    answers = answers_of_steps if what == "steps" else answers_of_plans
+    answers: Answers = answers_of_steps if what == "steps" else answers_of_plans
     current: Generator[Report, int] | None = None
     for line in sys.stdin:
         asked = json.loads(line)
@@ -127,7 +132,7 @@ def answer(what: str) -> None:
                 if current is not None:
                     current.close()
                 _set_teacher(asked[0][0])
-                current = answers([checked(*words) for words in asked])
+                current = answers([parse(["plan", *words]) for words in asked])
                 said = next(current)
             elif current is not None:
                 said = current.send(asked)
@@ -136,9 +141,9 @@ def answer(what: str) -> None:
         print(json.dumps(said), flush=True)
 
 
-def answers_of_steps(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
+def answers_of_steps(commands: Sequence[Command]) -> Generator[Report, int]:
     """What the first steps made, then seconds."""
-    (run,) = runs
+    (run,) = map(checked, commands)
     settle_on_cpu(run.device)
     with stepping(run, meter_of(run.device)) as benched, drawn_depths(benched) as depths:
         steps = [benched.step() for _ in range(FIRST)]
@@ -146,7 +151,7 @@ def answers_of_steps(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
         found: Report = {"step_s": sum(_seconds(steps[-1], phase) for phase in PHASES), "flops": flops}
         while True:
             found["trained_samples"] = statistics.mean(step.num_trained for step in steps)
-            found["lengths"] = benched.sampled(run.batch_size, _lengths)
+            found["texts"] = benched.sampled(run.batch_size, _texts)
             found["depth"] = statistics.mean(depths) if depths else None
             num = yield found
             depths.clear()
@@ -174,26 +179,39 @@ def drawn_depths(benched: Benched) -> Generator[list[float]]:
         yield found
 
 
-def _lengths(resp: RolloutResp) -> list[int]:
-    """Tokens of each text of a rollout."""
+def _texts(resp: RolloutResp) -> list[list[int]]:
+    """Tokens of each turn of each text of a rollout and, negative, of what was read in between."""
     segment = resp.root_track().segment
-    return segment.lengths.tolist() if isinstance(segment, TextSegment) else []
+    if not isinstance(segment, TextSegment):
+        return []
+    if segment.loss_mask is None:
+        return [[num] for num in segment.lengths.tolist()]
+    runs = [itertools.groupby(mask.tolist()) for mask in segment.unpack("loss_mask")]
+    return [[len(list(own)) if is_written else -len(list(own)) for is_written, own in text] for text in runs]
 
 
 def _seconds(step: Step, phase: str) -> float:
     return step.spent[phase].seconds if phase in step.spent else 0.0
 
 
-def answers_of_plans(runs: Sequence[ComposedRun]) -> Generator[Report, int]:
+def answers_of_plans(commands: Sequence[Command]) -> Generator[Report, int]:
     """What was counted of each, then seconds."""
-    every = [rehearsed(run, USUAL_BYTES) for run in runs]
+    runs = [checked(command) for command in commands]
+    every = [
+        rehearsed(run, USUAL_BYTES, tokens_of_answers(command)) for run, command in zip(runs, commands, strict=True)
+    ]
     every = [replace(found, operators={phase: found.operators.get(phase, {}) for phase in PHASES}) for found in every]
     work = next(iter(every[0].works.values()))
-    yield {"flops": [found.flops for found in every], "trained_samples": work.num_kept, "depth": work.mean_depth}
+    flops = [{phase: (num, 0) for phase, num in found.flops.items()} for found in every]
+    yield {"flops": flops, "trained_samples": work.num_kept, "depth": work.mean_depth}
     while True:
         clock = Here(runs[0].device)
         plans = [predicted(found, clock) for found in every]
-        yield {"seconds": [{phase: plan[phase].wall_s if phase in plan else 0.0 for phase in PHASES} for plan in plans]}
+        seconds = [
+            {phase: (plan[phase].device_s, plan[phase].host_s) if phase in plan else (0.0, 0.0) for phase in PHASES}
+            for plan in plans
+        ]
+        yield {"seconds": seconds}
 
 
 def _set_teacher(recipe: str) -> None:
@@ -232,57 +250,136 @@ class Process:
 def compared(recipe: str, steps: Process, plans: Process) -> Report:
     """Seconds of each phase, predicted and measured, or why not."""
     _set_teacher(recipe)
-    run = checked(recipe)
+    run = checked(parse(["plan", recipe]))
     if (reason := not_measured(run)) is not None:
         return {"recipe": recipe, "error": reason}
     try:
         made = steps.ask([[recipe]])
-        words = [recipe, *of_kept(run, made["trained_samples"])]
-        low = math.floor(statistics.mean(made["lengths"])) if made["lengths"] else None
-        several = [words] if low is None else [[*words, *of_length(run, num)] for num in (low, low + 1)]
-        return row_of(run, made, steps, plans, several, low)
+        return row_of(run, made, steps, plans)
     except RuntimeError as error:
         return {"recipe": recipe, "error": str(error)}
 
 
-def row_of(
-    run: ComposedRun, made: Report, steps: Process, plans: Process, several: list[list[str]], low: int | None
-) -> Report:
-    """Both in turn. several: the words of one plan, or of two for texts of `low` tokens and of one more."""
-    num_steps = max(1, math.ceil(LEAST_S / made["step_s"]))
-    counted = plans.ask(several)
+def row_of(run: ComposedRun, made: Report, steps: Process, plans: Process) -> Report:
+    """Both in turn."""
+    num_steps = max(MEAN_STEPS if branching_of(run) is not None else 1, math.ceil(LEAST_S / made["step_s"]))
+    line = Line.of(made["texts"])
+    kept = of_kept(run, made["trained_samples"])
+    counted = plans.ask([[str(run.resolved["recipe"]), *kept, *words] for words in line.words(run)])
     turns = []
-    lengths = made["lengths"]
+    texts = made["texts"]
     for _ in range(TURNS):
         measured, planned = steps.ask(num_steps), plans.ask(1)
-        lengths = lengths + measured["lengths"]
-        seconds = of_phases(planned["seconds"], shares_of(lengths, low))
+        seconds = line.of_phases(planned["seconds"], texts + measured["texts"])
         if keeps_by_reward(run):
             seconds["train"] *= measured["trained_samples"] / counted["trained_samples"]
         if measured["depth"]:
             seconds["train"] *= measured["depth"] / counted["depth"]
         turns.append((seconds, measured["seconds"]))
-        lengths = measured["lengths"]
+        texts = measured["texts"]
     found: Report = {"recipe": run.resolved["recipe"], "turns": turns}
     for phase in PHASES:
         found[phase] = [statistics.median(turn[which][phase] for turn in turns) for which in (0, 1)]
     found["ratio"] = sum(found[phase][0] for phase in PHASES) / sum(found[phase][1] for phase in PHASES)
-    flops = of_phases(counted["flops"], shares_of(made["lengths"], low))
+    flops = line.of_phases(counted["flops"], made["texts"])
     found["flops"] = {phase: [flops[phase], made["flops"].get(phase, 0)] for phase in PHASES}
     return found
 
 
-def of_phases(plans: Sequence[Report], shares: Mapping[str, float]) -> dict[str, float]:
-    """Seconds or FLOPs by phase, on the line through two plans. shares: of the second one, 0 where there is none."""
-    first, second = plans[0], plans[-1]
-    return {phase: (1 - shares[phase]) * first.get(phase, 0) + shares[phase] * second.get(phase, 0) for phase in PHASES}
+# Texts of other lengths than the plan's ------------------------------------------------------------------------------
+
+Texts = Sequence[Sequence[int]]
+"""As `_texts` gives them."""
 
 
-def shares_of(lengths: Sequence[int], low: int | None) -> dict[str, float]:
-    """Share of the plan of `low + 1` tokens in each phase. Rollouts decode more than texts have in the mean."""
-    if low is None:
-        return dict.fromkeys(PHASES, 0.0)
-    return {**dict.fromkeys(PHASES, decoded_tokens(lengths) - low), "train": statistics.mean(lengths) - low}
+Pair = tuple[Report, Report]
+"""Seconds or FLOPs of the device and seconds of the host by phase, of turns of `low` tokens and of one more."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The plans of turns of `low` tokens and of one more, for 1 to `num_turns` turns; one plan where no texts are made.
+    What others take lies on the line through them."""
+
+    low: int | None
+    num_turns: int
+    answer_tokens: int
+
+    @classmethod
+    def of(cls, texts: Texts) -> Line:
+        """The line near these texts."""
+        if not texts:
+            return cls(None, 1, 0)
+        read = [-num for text in texts for num in text if num < 0]
+        answer_tokens = round(statistics.mean(read)) if read else 0
+        return cls(math.floor(mean_tokens(texts)), max(len(written(text)) for text in texts), answer_tokens)
+
+    def words(self, run: ComposedRun) -> list[list[str]]:
+        """What makes a recipe each of the plans; of episodes last those of one prompt."""
+        if self.low is None:
+            return [[]]
+        pair = [of_length(run, num) for num in (self.low, self.low + 1)]
+        if run.stages[0].turns is None:
+            return pair
+        answers = ["--answer-tokens", str(self.answer_tokens)]
+        turns = [[f"turns.max_turns={num}"] for num in range(1, self.num_turns + 1)]
+        return [[*own, *more, *answers] for more in (*turns, [*turns[0], "batch_size=1"]) for own in pair]
+
+    def of_phases(self, plans: Sequence[Report], texts: Texts) -> dict[str, float]:
+        """Seconds or FLOPs by phase of such texts, none of which has more turns."""
+        if self.low is None:
+            return {phase: sum(plans[0].get(phase, (0, 0))) for phase in PHASES}
+        found = dict.fromkeys(PHASES, 0.0)
+        pairs = [(plans[place], plans[place + 1]) for place in range(0, len(plans), 2)]
+        narrow = pairs.pop() if len(pairs) > 1 else None
+        for num, pair in enumerate(pairs, start=1):
+            own = [text for text in texts if min(len(written(text)), self.num_turns) == num]
+            for phase in PHASES:
+                if phase != "rollout" and own:
+                    of_device, of_host = (self._at(mean_tokens(own), pair, phase, which) for which in (0, 1))
+                    found[phase] += len(own) / len(texts) * (of_device + of_host)
+            lengths = [written(text)[num - 1] for text in texts if len(written(text)) >= num]
+            if lengths:
+                found["rollout"] += self._turn(lengths, len(texts), pairs[:num], narrow)
+        return found
+
+    def _turn(self, lengths: Sequence[int], num_texts: int, pairs: Sequence[Pair], narrow: Pair | None) -> float:
+        """Seconds or FLOPs of a turn that some of the texts take, with such lengths: those of the plan of so many turns
+        without those of one less. Each step of decoding takes what one of a few texts does, and the rest by the texts
+        that are decoded."""
+        total, steps = 0.0, max(lengths)
+        for which, part in enumerate((len(lengths) / num_texts, 1.0)):  # the device, and the host, which starts all
+            begin, step = (
+                at(pairs[-1], which) - (at(pairs[-2], which) if len(pairs) > 1 else 0.0)
+                for at in (self._without_tokens, _of_token)
+            )
+            least = step if which == 1 else 0.0 if narrow is None else _of_token(narrow, which)
+            total += part * begin + steps * least + part * decoded_tokens(lengths) * (step - least)
+        return total
+
+    def _without_tokens(self, pair: Pair, which: int) -> float:
+        return self._at(0, pair, "rollout", which)
+
+    def _at(self, num_tokens: float, pair: Pair, phase: str, which: int) -> float:
+        share = num_tokens - (self.low or 0)
+        first, second = (plan.get(phase, (0, 0))[which] for plan in pair)
+        return (1 - share) * first + share * second
+
+
+def _of_token(pair: Pair, which: int) -> float:
+    """A step of decoding."""
+    first, second = (plan.get("rollout", (0, 0))[which] for plan in pair)
+    return second - first
+
+
+def written(text: Sequence[int]) -> list[int]:
+    """Tokens of its turns."""
+    return [num for num in text if num > 0]
+
+
+def mean_tokens(texts: Texts) -> float:
+    """Of a turn."""
+    return statistics.mean(num for text in texts for num in written(text))
 
 
 def decoded_tokens(lengths: Sequence[int]) -> float:
@@ -309,7 +406,7 @@ def of_kept(run: ComposedRun, num_trained: float) -> list[str]:
     return ["advantages.kind=best_of_n", f"advantages.num_best={max(best, 1)}", "~advantages.threshold"]
 
 
-def of_length(run: ComposedRun, num_tokens: int) -> Sequence[str]:
+def of_length(run: ComposedRun, num_tokens: int) -> list[str]:
     """What makes texts so long, with the buffer of an overlong reward no longer than they are."""
     buffer = run.resolved["reward"].get("overlong_buffer_len")
     shorter = [f"reward.overlong_buffer_len={min(buffer, num_tokens)}"] if buffer else []
