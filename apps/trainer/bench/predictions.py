@@ -33,7 +33,7 @@ from typing import Any
 
 from unirl.algorithms.alignprop import AlignProp
 from unirl.algorithms.reward_gradient import Denoising
-from unirl.app.bench import Benched, Step, refuse_what_is_not_measured, stepping
+from unirl.app.bench import Benched, Step, stepping
 from unirl.app.command_line import Command, parse
 from unirl.app.environment import packaged_path, prepare_process, settle_on_cpu
 from unirl.app.meters import meter_of
@@ -47,7 +47,7 @@ from unirl.config.check import check_recipe
 from unirl.config.runs import ComposedRun
 from unirl.distributed.runtime import LocalRuntime
 from unirl.rehearsal.repeats import replaced
-from unirl.types.errors import ConfigError, UniRLError
+from unirl.types.errors import UniRLError
 from unirl.types.rollout import RolloutResp
 from unirl.types.segments import TextSegment
 
@@ -110,10 +110,8 @@ def not_measured(run: ComposedRun) -> str | None:
         return "left out: its engine is apart"
     if run.file.scouts is not None:
         return "left out: rehearsals leave its scouts out"
-    try:
-        refuse_what_is_not_measured(run, "bench")
-    except ConfigError as error:
-        return f"left out: {error}"
+    if run.resolved["runtime"] != "local" or run.file.schedule.kind != "sync":
+        return "left out: its phases overlap, or are those of several processes"
     return None
 
 
@@ -145,7 +143,7 @@ def answers_of_steps(commands: Sequence[Command]) -> Generator[Report, int]:
     """What the first steps made, then seconds."""
     (run,) = map(checked, commands)
     settle_on_cpu(run.device)
-    with stepping(run, meter_of(run.device)) as benched, drawn_depths(benched) as depths:
+    with stepping(run, meter_of(run.device)) as benched, drawn_depths(run, benched) as depths:
         steps = [benched.step() for _ in range(FIRST)]
         flops = benched.flops()
         found: Report = {"step_s": sum(_seconds(steps[-1], phase) for phase in PHASES), "flops": flops}
@@ -160,10 +158,10 @@ def answers_of_steps(commands: Sequence[Command]) -> Generator[Report, int]:
 
 
 @contextmanager
-def drawn_depths(benched: Benched) -> Generator[list[float]]:
+def drawn_depths(run: ComposedRun, benched: Benched) -> Generator[list[float]]:
     """Within it, the fractions of the denoising steps that rollouts train through, where those are drawn."""
     runtime = benched.runtime
-    algorithm = runtime.component("algorithm") if isinstance(runtime, LocalRuntime) else None
+    algorithm = runtime.component("algorithm") if isinstance(runtime, LocalRuntime) and not run.is_staged else None
     found: list[float] = []
     if not isinstance(algorithm, AlignProp):
         yield found
@@ -410,7 +408,7 @@ def of_length(run: ComposedRun, num_tokens: int) -> list[str]:
     """What makes texts so long, with the buffer of an overlong reward no longer than they are."""
     buffer = run.resolved["reward"].get("overlong_buffer_len")
     shorter = [f"reward.overlong_buffer_len={min(buffer, num_tokens)}"] if buffer else []
-    return [f"sampling.max_new_tokens={num_tokens}", *shorter]
+    return [f"{run.stages[0].sampling.at}.max_new_tokens={num_tokens}", *shorter]
 
 
 if __name__ == "__main__":
