@@ -23,7 +23,7 @@ from unirl.app.rehearsal import command
 from unirl.app.rehearsal.branching import branching_of
 from unirl.app.rehearsal.command import WORLDS, for_devices
 from unirl.app.rehearsal.engines import with_engines
-from unirl.app.rehearsal.rehearse import Rehearsed
+from unirl.app.rehearsal.rehearse import Rehearsed, _shortened
 from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
 from unirl.app.rehearsal.texts import FirstTokens, keys_of_groups
@@ -35,6 +35,7 @@ from unirl.data.pairs import read_pairs
 from unirl.data.targets import read_targets
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
+from unirl.types.rollout import RolloutResp, RolloutTrack
 
 
 def trainer(*words: str) -> subprocess.CompletedProcess[str]:
@@ -157,6 +158,18 @@ def _rollout_tflop(*words: str) -> float:
     assert done.returncode == 0, done.stderr
     [tflop] = re.findall(r" rollout ([\d.]+)(?:,|$)", done.stdout, re.M)
     return float(tflop)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kept"),
+    [((0, 2, 0), (2, 2, 2)), ((1, 3, 4), (1, 2, 2)), ((2, 4, 1), (2, 4, 1))],  # of 2 texts, 4 images, 4 of those again
+)
+def test_what_is_trained_on_grows_from_what_is_kept(num_rows: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    texts = RolloutTrack(sample_ids=["a", "b"])
+    images = texts.fork("text", "image", 2)
+    resp = RolloutResp(tracks={"text": texts, "image": images, "redraw": images.fork("image", "redraw", 1)})
+    _shortened(resp, dict(zip(resp.tracks, num_rows, strict=True)))
+    assert tuple(track.batch_size for track in RolloutResp(tracks=resp.tracks).tracks.values()) == kept
 
 
 @pytest.mark.nightly

@@ -273,10 +273,14 @@ def _labelled(mode: Rehearsal, resp: Held) -> int:
 
 
 def _shortened(resp: RolloutResp, num_rows: Mapping[str, int]) -> None:
-    """Keep the first rows of each track."""
+    """Keep the first rows of each track, as many as are trained on, that grow from kept ones. Of a track that is not
+    trained on all of these are kept."""
     for name, track in resp.tracks.items():
-        if num_rows[name]:
-            resp.tracks[name] = track.select(list(range(min(num_rows[name], track.batch_size))))
+        rows = list(range(track.batch_size))
+        if track.parent_track is not None:
+            kept = set(resp.tracks[track.parent_track].sample_ids)
+            rows = [row for row in rows if track.group_ids[row] in kept]
+        resp.tracks[name] = track.select(rows[: num_rows[name] or None])
 
 
 def _itself(value: RolloutResp) -> RolloutResp:
