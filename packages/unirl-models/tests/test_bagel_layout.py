@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from unirl.models.bagel.layout import Kind, Layout, Segment
 from unirl.models.packed.rows import KeyValues, Prefix
+from unirl.models.packed.vision import grid_places
 
 CPU = torch.device("cpu")
 ROWS = [
@@ -89,3 +90,9 @@ def test_the_ragged_kernel_of_a_gpu_agrees() -> None:
     layout, known, tensors, mask = _case("cuda", torch.bfloat16)
     found = layout.attend(*tensors, known.layers[0])
     torch.testing.assert_close(found.float(), _masked(known, tensors, mask), rtol=2e-2, atol=2e-2)
+
+
+def test_places_of_grids_in_a_table() -> None:
+    # A table of 10 x 10: rows are 10 apart.
+    places = grid_places([(1, 3), (2, 2), (1, 3)], 10)
+    assert places.tolist() == [0, 1, 2, 0, 1, 10, 11, 0, 1, 2]

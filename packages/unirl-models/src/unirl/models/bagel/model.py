@@ -67,7 +67,7 @@ class Bagel(nn.Module):
 
     def latent_tokens(self, tokens: Tensor, sigma_I: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[N, D] of latent tokens [N, numbers] of I images of these grids, each at its noise level."""
-        places = torch.cat([grid_places(grid, self.latent_pos_embed.side, tokens.device) for grid in grids])
+        places = grid_places(grids, self.latent_pos_embed.side, tokens.device)
         counts = torch.tensor([rows * columns for rows, columns in grids], device=tokens.device)
         embedded = self.vae2llm(tokens.to(self.vae2llm.weight.dtype))
         levels = self.time_embedder(sigma_I).repeat_interleave(counts, dim=0, output_size=len(tokens))
@@ -75,7 +75,7 @@ class Bagel(nn.Module):
 
     def visual_tokens(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[N, D] of patches [N, numbers] of images of these grids."""
-        places = torch.cat([grid_places(grid, self.vit_pos_embed.side, patches.device) for grid in grids])
+        places = grid_places(grids, self.vit_pos_embed.side, patches.device)
         dtype = self.connector.fc1.weight.dtype
         seen = self.vit_model(patches.to(dtype), places, [rows * columns for rows, columns in grids])
         return self.connector(seen) + self.vit_pos_embed(places)

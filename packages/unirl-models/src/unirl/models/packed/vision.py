@@ -133,7 +133,9 @@ class VisionModel(nn.Module):
         return self.vision_model(patches, places, lengths)
 
 
-def grid_places(grid: Grid, table_side: int, device: torch.device | None = None) -> Tensor:
-    """int64 [rows * columns], places of a grid in a square table of positions, row by row."""
-    rows, columns = (torch.arange(size, device=device) for size in grid)
-    return (rows[:, None] * table_side + columns).flatten()
+def grid_places(grids: Sequence[Grid], table_side: int, device: torch.device | None = None) -> Tensor:
+    """int64 [rows * columns of all grids], their places in a square table of positions, row by row, one grid after the
+    other. Equal grids are computed once."""
+    sides = torch.arange(max(itertools.chain(*grids)), device=device)
+    places = {grid: (sides[: grid[0], None] * table_side + sides[: grid[1]]).flatten() for grid in set(grids)}
+    return torch.cat([places[grid] for grid in grids])
