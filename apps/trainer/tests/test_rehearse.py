@@ -35,6 +35,7 @@ from unirl.data.pairs import read_pairs
 from unirl.data.targets import read_targets
 from unirl.rehearsal.ledger import Peak
 from unirl.types.errors import ConfigError
+from unirl.types.messages import brings_conversation
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
 
@@ -158,6 +159,21 @@ def _rollout_tflop(*words: str) -> float:
     assert done.returncode == 0, done.stderr
     [tflop] = re.findall(r" rollout ([\d.]+)(?:,|$)", done.stdout, re.M)
     return float(tflop)
+
+
+def test_an_evaluation_of_conversations_asks_prompts_alone(tmp_path: Path) -> None:
+    run = share_of(checked("sft/qwen3_4b"), tmp_path).run  # of which only the data come with the trainer
+    asked, given = (read_rows(run.resolved[section][key]) for section, key in (("eval", "prompts"), ("data", "path")))
+    assert all(map(brings_conversation, (row.metadata for row in given)))
+    assert not any(map(brings_conversation, (row.metadata for row in asked)))
+
+
+def test_a_policy_that_acts_plays_with_the_model_that_trains(tmp_path: Path) -> None:
+    run = share_of(checked("vla/tabletop_push_flow"), tmp_path / "acting").run
+    assert run.resolved["engine"]["_target_"].endswith(".EpisodesEngine")
+    assert "Gymnasium" in run.resolved["engine"]["environment"]["_target_"]
+    built = share_of(checked("vla/cartpole"), tmp_path / "built").run  # from its section
+    assert "pretrained_model" not in built.resolved["bundle"]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import Any
 
 from PIL import Image
 
+from unirl.data.datasets import read_rows
 from unirl.data.targets import TARGET
 from unirl.datasets.catalog import set_of
+from unirl.types.messages import brings_conversation
 from unirl.types.preference import IMAGES, SCORES
 
 TEXTS = [f"a picture of {number} red kites over a grey sea, seen from a small boat" for number in range(64)]
@@ -51,9 +53,19 @@ def write_prompts(
     return {**{key: value for key, value in data.items() if key != "split"}, "path": str(file)}
 
 
-def eval_prompts(data: Mapping[str, Any], folder: Path, *, brings_images: bool) -> str:  # Any: as above
-    """The prompts of an evaluation: those of `data`, where these bring no images."""
-    return str(_write_rows(folder / "eval.jsonl", {}) if brings_images else data["path"])
+def eval_prompts(
+    data: Mapping[str, Any],  # Any: as above
+    evaluation: Mapping[str, Any] | None,  # Any: as above
+    folder: Path,
+    *,
+    brings_images: bool,
+) -> str:
+    """The prompts of an evaluation: its own if they are there, else those of `data` where these are prompts alone."""
+    if evaluation is not None and (own := Path(str(evaluation["prompts"])).expanduser()).exists():
+        return str(own)
+    if brings_images or brings_conversation(read_rows(data["path"], data.get("split"))[0].metadata):
+        return str(_write_rows(folder / "eval.jsonl", {}))
+    return str(data["path"])
 
 
 def _write_rows(file: Path, own: Mapping[str, Any]) -> Path:  # Any: JSON

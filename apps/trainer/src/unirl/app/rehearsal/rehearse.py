@@ -232,7 +232,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
                             pass
             counts, mode.counts = mode.counts, Counts()
             trainer.collector.collect(2).resp.release()
-            sampling: Mapping[Call, float] = counts.operators["rollout"]
+            sampling: Mapping[Call, float] = counts.operators.get("rollout", {})
             if share.branching is not None:
                 sampling = _mean_rollout(share.branching, trainer.collector, mode)
         weights = {

@@ -21,6 +21,7 @@ class DrawnScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    reads_media: ClassVar[bool] = False  # episodes of small policies have none
 
     def __init__(
         self,

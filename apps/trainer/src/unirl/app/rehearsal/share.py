@@ -27,12 +27,11 @@ UPDATES = 2
 """Updates of a rollout: the second one has the optimizer's state in memory, and those after it are like it."""
 ANSWER_TOKENS = 512
 """Tokens of what an environment answers to a turn, where nothing else is said."""
-DIRECT = {
-    False: "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine",
-    True: "unirl.rollout.engine.trainside.text.TrainsideTextEngine",
-}
-"""Engines that sample with the model that trains, by whether they make texts."""
-KEPT = ("forward_batch_size", "media_bits", "decode", "drop_text_encoders", "track")
+DIRECT_IMAGES = "unirl.rollout.engine.trainside.engine.TrainsideRolloutEngine"
+DIRECT_TEXTS = "unirl.rollout.engine.trainside.text.TrainsideTextEngine"
+DIRECT_ACTIONS = "unirl.rollout.engine.episodes.engine.EpisodesEngine"
+"""Engines that sample with the model that trains."""
+KEPT = ("forward_batch_size", "media_bits", "decode", "drop_text_encoders", "track", "environment")
 """Keywords of such an engine that it has too."""
 APART_ONLY = ("sleep_engine", "offload_weights")
 """Options of `residency` that need such an engine."""
@@ -150,10 +149,12 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
         size if brings_images else None,
         brings_targets=bool(run.data.ability("brings_targets")),
     )
-    prompts_of_eval = eval_prompts(recipe["data"], folder, brings_images=brings_images)
+    prompts_of_eval = eval_prompts(recipe["data"], recipe.get("eval"), folder, brings_images=brings_images)
     evaluated = _evaluate_one_forward(recipe, prompts_of_eval, run, next(iter(works.values())), num_ranks)
     for at, bundle in _bundles(recipe):
         source = bundle.get("pretrained_model")
+        if source is None:  # built from its section, with weights of its seed
+            continue
         if not Path(str(source)).is_dir():
             if not is_known(str(source)):
                 raise ConfigError(f"{at}.pretrained_model = {source}: the configurations of this model are not known.")
@@ -352,7 +353,9 @@ def _sample_directly(recipe: Recipe, stage: Stage, work: Work) -> None:
     engine.setdefault("forward_batch_size", work.num_made)
     section, _, key = stage.engine.at.rpartition(".")
     own = _at(recipe, section)
-    own[key] = {"_target_": DIRECT[_makes_texts(stage)], **engine}
+    makes_actions = stage.sampling.ability("samples_actions")
+    direct = DIRECT_TEXTS if _makes_texts(stage) else DIRECT_ACTIONS if makes_actions else DIRECT_IMAGES
+    own[key] = {"_target_": direct, **engine}
     for policy in (recipe, *(recipe.get("policies") or {}).values()):
         policy.pop("sync", None)
 

@@ -41,7 +41,8 @@ CHAT = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% elif part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 PROMPT_TOKENS = 4096
 """Longest text of a stand-in tokenizer whose family says no limit."""
