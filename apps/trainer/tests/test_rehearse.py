@@ -34,6 +34,7 @@ from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.targets import read_targets
 from unirl.rehearsal.ledger import Peak
+from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
 from unirl.types.messages import brings_conversation
 from unirl.types.rollout import RolloutResp, RolloutTrack
@@ -123,6 +124,7 @@ def test_a_scorer_with_gradients_and_no_model_runs_in_a_rehearsal(tmp_path: Path
     share = share_of(checked("worlds/shapes/srpo"), tmp_path / "known")
     scorers = share.run.resolved["reward"]["scorers"]
     assert scorers["gradient"]["_target_"].endswith(".ShapesGradientScorer")
+    assert scorers["gradient"]["device"] == PRETEND
     assert scorers["shapes"]["_target_"].endswith(".DrawnScorer")
     assert share.notes[0].startswith("scores other than of gradient are drawn")
     other = share_of(checked("worlds/shapes/srpo", "data.path=nowhere.jsonl"), tmp_path / "other")

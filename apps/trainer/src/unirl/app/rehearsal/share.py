@@ -17,6 +17,7 @@ from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
 from unirl.rehearsal.repeats import PartKind
+from unirl.types.device_kinds import CPU
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET, Part, Policy, Stage
@@ -393,7 +394,8 @@ def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
     for name, part in run.reward.inner.items():
         own = name.rpartition(".")[2]
         if _is_rehearsed(part, run):
-            yield own, dict(part.node)
+            # It stays on the host, whose work counts where models compute there too.
+            yield own, {**part.node, **({"device": PRETEND} if run.device == CPU else {})}
             continue
         scorer: Recipe = {
             "_target_": "unirl.app.rehearsal.scorer.DrawnScorer",
