@@ -376,7 +376,7 @@ def written(text: Sequence[int]) -> list[int]:
 
 
 def mean_tokens(texts: Texts) -> float:
-    """Of a turn."""
+    """The mean of all turns."""
     return statistics.mean(num for text in texts for num in written(text))
 
 
