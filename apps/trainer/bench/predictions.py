@@ -291,15 +291,16 @@ Texts = Sequence[Sequence[int]]
 
 
 Pair = tuple[Report, Report]
-"""Seconds or FLOPs of the device and seconds of the host by phase, of turns of `low` tokens and of one more."""
+"""Seconds or FLOPs of the device and seconds of the host by phase, of turns of `low` and of `high` tokens."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The plans of turns of `low` tokens and of one more, for 1 to `num_turns` turns; one plan where no texts are made.
+    """The plans of turns of `low` and of `high` tokens, for 1 to `num_turns` turns; one plan where no texts are made.
     What others take lies on the line through them."""
 
     low: int | None
+    high: int
     num_turns: int
     answer_tokens: int
 
@@ -307,16 +308,19 @@ class Line:
     def of(cls, texts: Texts) -> Line:
         """The line near these texts."""
         if not texts:
-            return cls(None, 1, 0)
+            return cls(None, 0, 1, 0)
         read = [-num for text in texts for num in text if num < 0]
         answer_tokens = round(statistics.mean(read)) if read else 0
-        return cls(math.floor(mean_tokens(texts)), max(len(written(text)) for text in texts), answer_tokens)
+        num_turns, low = max(len(written(text)) for text in texts), math.floor(mean_tokens(texts))
+        # A line through close lengths is too unsure for turns that are several times as long.
+        longest = max(max(written(text)) for text in texts) if num_turns > 1 else 0
+        return cls(low, max(low + 1, longest), num_turns, answer_tokens)
 
     def words(self, run: ComposedRun) -> list[list[str]]:
         """What makes a recipe each of the plans; of episodes last those of one prompt."""
         if self.low is None:
             return [[]]
-        pair = [of_length(run, num) for num in (self.low, self.low + 1)]
+        pair = [of_length(run, num) for num in (self.low, self.high)]
         if run.stages[0].turns is None:
             return pair
         answers = ["--answer-tokens", str(self.answer_tokens)]
@@ -349,9 +353,9 @@ class Line:
         for which, part in enumerate((len(lengths) / num_texts, 1.0)):  # the device, and the host, which starts all
             begin, step = (
                 at(pairs[-1], which) - (at(pairs[-2], which) if len(pairs) > 1 else 0.0)
-                for at in (self._without_tokens, _of_token)
+                for at in (self._without_tokens, self._of_token)
             )
-            least = step if which == 1 else 0.0 if narrow is None else _of_token(narrow, which)
+            least = step if which == 1 else 0.0 if narrow is None else self._of_token(narrow, which)
             total += part * begin + steps * least + part * decoded_tokens(lengths) * (step - least)
         return total
 
@@ -359,15 +363,14 @@ class Line:
         return self._at(0, pair, "rollout", which)
 
     def _at(self, num_tokens: float, pair: Pair, phase: str, which: int) -> float:
-        share = num_tokens - (self.low or 0)
+        low = self.low or 0
+        share = (num_tokens - low) / (self.high - low)
         first, second = (plan.get(phase, (0, 0))[which] for plan in pair)
         return (1 - share) * first + share * second
 
-
-def _of_token(pair: Pair, which: int) -> float:
-    """A step of decoding."""
-    first, second = (plan.get("rollout", (0, 0))[which] for plan in pair)
-    return second - first
+    def _of_token(self, pair: Pair, which: int) -> float:
+        """A step of decoding."""
+        return self._at(1, pair, "rollout", which) - self._without_tokens(pair, which)
 
 
 def written(text: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -87,6 +87,19 @@ def test_answers_are_as_long_as_all_turns_have_room_for(max_tokens: int | None, 
     answers.make_room(10, turn_tokens)
     tokens = answers.bridge([Message("tool", "")]).tokens
     assert tokens == [1, 1, *[0] * (length - 2)]
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(70, 70), (20, 20), (4, 5)])
+def test_images_of_answers_fit_their_tokens(num_tokens: int, length: int) -> None:
+    """A token for each 8 x 8 pixels, and one of the template: 65, 17 and 5 of 64, 32 and 16 pixels, no fewer."""
+    shown = ShownImage(64, 64, bytes(3 * 64 * 64))
+    pipeline: Any = SimpleNamespace(
+        context_length=1000,
+        bridge=lambda messages: Bridge([1] * (1 + messages[0].images[0].height * messages[0].images[0].width // 64)),
+    )
+    answers = Answers(pipeline, cast("Any", {"max_turns": 2, "max_tokens": None}), num_tokens)
+    answers.make_room(10, 10)
+    assert len(answers.bridge([Message("tool", "", (shown,))]).tokens) == length
 
 
 def test_answers_have_no_negative_number_of_tokens() -> None:

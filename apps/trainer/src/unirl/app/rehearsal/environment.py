@@ -13,7 +13,7 @@ from unirl.types.messages import USER, Message, ShownImage
 
 class AnsweringEnvironment(TextEnvironment):
     """Stands for `environment` with its introduction. An answer is one message: an image as large as the first one of
-    the row where `environment` shows images, and no text, which `unirl.app.rehearsal.texts` makes long enough."""
+    the row where `environment` shows images, and no text. `unirl.app.rehearsal.texts` makes it as long as was asked."""
 
     deterministic = True
 

@@ -21,7 +21,7 @@ from unirl.rollout.turns.episodes import is_of_later_turn
 from unirl.types.conditions import Bridge, PromptCondition
 from unirl.types.errors import ContractError
 from unirl.types.kept_texts import KeptTexts
-from unirl.types.messages import Message
+from unirl.types.messages import Message, ShownImage
 from unirl.types.protocols.models import Conditions
 from unirl.types.recipe import Part
 from unirl.types.sampling import ARSamplingParams
@@ -29,6 +29,9 @@ from unirl.types.segments import SegmentStatus, TextSegment
 
 FEW = 2
 """Tokens of a completion that are drawn after separate forwards: after the prompt, and after the first token."""
+
+SMALLEST_IMAGE = 16
+"""Pixels below which images of answers are not halved."""
 
 
 @contextmanager
@@ -67,9 +70,27 @@ class Answers:
         self._num_tokens = min(self._most, room // max(1, self._num_turns - 1))
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
-        """That of messages without text, with tokens as if they had some."""
+        """That of messages without text, with images that fit, and with tokens as if there were text."""
         found = self._bridge(messages)
+        while (
+            len(found.tokens) > self._num_tokens and (smaller := [_halved(message) for message in messages]) != messages
+        ):
+            messages = smaller
+            found = self._bridge(messages)
         return replace(found, tokens=[*found.tokens, *[0] * (self._num_tokens - len(found.tokens))])
+
+
+def _halved(message: Message) -> Message:
+    """With images of half the height and width; small ones stay as they are."""
+    return replace(
+        message,
+        images=tuple(
+            ShownImage(image.height // 2, image.width // 2, bytes(3 * (image.height // 2) * (image.width // 2)))
+            if min(image.height, image.width) > SMALLEST_IMAGE
+            else image
+            for image in message.images
+        ),
+    )
 
 
 def _generating(
