@@ -17,9 +17,9 @@ from pathlib import Path
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Rehearsals
 
-Every packaged recipe outside the small worlds, as `uv run trainer rehearse --all --fits 80GB` counts it: GB per device at the
-peak of each phase, for rank 0 of the recipe's world. All of them fit 80 GB. "Engine apart" is a device of an engine
-that does not train; engines next to training are in the rollout. CPU seconds are of one core next to other work.
+Every packaged recipe outside the small worlds, as `uv run trainer rehearse --all --fits 80GB` counts it: GB per device
+at the peak of each phase, for rank 0 of the recipe's world. All of them fit 80 GB. "Engine apart" is a device of an
+engine that does not train; engines next to training are in the rollout. CPU seconds are of one core next to other work.
 Written by `docs/results/rehearsals.py`.
 
 | recipe | ranks | start | rollout | eval | train | engine apart | CPU s |
