@@ -41,6 +41,11 @@ from unirl.train.configs import LoraConfig, TrainTopology
 pytestmark = pytest.mark.slow
 
 ranks_of_train: Any = importlib.import_module("ranks")
+tested: Any = importlib.import_module("tested_backend")
+divides_layers = pytest.mark.skipif(
+    tested.backend_class().__name__ == "VeOmniBackend",
+    reason="VeOmni's plan divides no layers, and topology.tp is refused",
+)
 SPREAD = sorted(name for name, family in kit.families().items() if family.bundle.token_plan is not None)
 FIRST = ["qwen_image", "sd3", "wan21_t2v"]
 """Joint attention with masked texts and without, and attention to a text that stays whole."""
@@ -72,17 +77,22 @@ THOROUGH = {*FIRST, "hunyuan_video15", *SHARED_TEXTS}
 """Families that take them in every run: those of each kind of attention. Others do nightly."""
 
 
-def marks_of(name: str, case: str) -> Any:
+def needs_of(case: str) -> tuple[pytest.MarkDecorator, ...]:
+    """What the tested backend needs for it."""
+    return (divides_layers,) if CASES[case].topology.tp > 1 else ()
+
+
+def marks_of(name: str, case: str) -> tuple[pytest.MarkDecorator, ...]:
     """All but the usual rows are left to the matrix."""
     if (name, case) in USUAL:
         return ()
-    return (pytest.mark.matrix, pytest.mark.nightly) if case in MANY and name not in THOROUGH else pytest.mark.matrix
+    return (pytest.mark.matrix, *((pytest.mark.nightly,) if case in MANY and name not in THOROUGH else ()))
 
 
 def rows(cases: list[str]) -> list[Any]:
     """Every family with every case."""
     return [
-        pytest.param(name, case, id=f"{name}-{case}", marks=marks_of(name, case))
+        pytest.param(name, case, id=f"{name}-{case}", marks=(*marks_of(name, case), *needs_of(case)))
         for case in cases
         for name in names_of(case, [*SPREAD, *TEXTS])
     ]
@@ -207,7 +217,11 @@ def test_ranks_of_a_topology_are_as_one_process(name: str, case: str, runs: Runs
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [("ep2", "qwen3_moe"), ("dp2-ep2", "qwen3_moe"), ("tp2", "qwen3"), ("dp2-tp2", "qwen3")]
+    ("case", "name"),
+    [
+        pytest.param(case, name, marks=needs_of(case))
+        for case, name in (("ep2", "qwen3_moe"), ("dp2-ep2", "qwen3_moe"), ("tp2", "qwen3"), ("dp2-tp2", "qwen3"))
+    ],
 )
 def test_divided_weights_are_pushed_by_the_names_of_the_checkpoint(case: str, name: str, runs: Runs) -> None:
     expected = checkpoint_shapes(folder_of(name, runs.folders))
@@ -262,6 +276,7 @@ def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_f
 CUT = [pytest.param(name, marks=() if name in ("qwen3", "qwen3_tied") else pytest.mark.matrix) for name in CUT_TEXTS]
 
 
+@divides_layers
 @pytest.mark.parametrize("name", CUT)
 def test_cut_layers_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
     one = shared_doubles_of(name, runs.folders)
@@ -269,6 +284,7 @@ def test_cut_layers_in_float64_are_those_of_one_process(name: str, runs: Runs) -
         assert_close(rank["float64"][name], one, 1e-10)
 
 
+@divides_layers
 @pytest.mark.parametrize("name", CUT)
 def test_a_rank_sums_hidden_states_of_each_layer_and_the_bytes_of_the_formula(name: str, runs: Runs) -> None:
     for rank in runs.of("tp2"):
@@ -276,6 +292,7 @@ def test_a_rank_sums_hidden_states_of_each_layer_and_the_bytes_of_the_formula(na
         assert summed == expected > 0
 
 
+@divides_layers
 def test_layers_that_cannot_be_divided_are_refused_on_all_ranks(runs: Runs) -> None:
     for rank in runs.of("tp2"):
         assert "(topology.tp = 2) hold different tokens of the track text" in rank["texts_differ"]
@@ -329,7 +346,9 @@ def test_images_by_spread_experts_are_those_of_one_process(runs: Runs) -> None:
         assert_close(found["gradients"], one["gradients"], 1e-5)
 
 
-@pytest.mark.parametrize(("case", "name"), [("ep2", "qwen3_moe"), ("tp2", "qwen3")])
+@pytest.mark.parametrize(
+    ("case", "name"), [pytest.param(*own, marks=needs_of(own[0])) for own in (("ep2", "qwen3_moe"), ("tp2", "qwen3"))]
+)
 def test_a_checkpoint_of_divided_weights_resumes_where_they_are_not_and_back(case: str, name: str, runs: Runs) -> None:
     for rank in runs.of(case):
         saved = rank["float32"][name]["state"]
