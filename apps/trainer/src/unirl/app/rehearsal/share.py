@@ -102,6 +102,7 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
     recipe: Recipe = copy.deepcopy(dict(run.resolved))
     train = groups_of_run(run)[0]
     num_ranks = len(train.devices)
+    branching = branching_of(run)
     apart = tuple(stage for stage in run.stages if stage.engine.ability("has_own_weights"))
     prompts, works = _works(run, num_ranks)
     recipe.update(
@@ -175,12 +176,14 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
         updates=run.policy.stack.get("num_updates_per_batch", 1) / _num_updates(run.policy),
         pushes=any(policy.sync is not None for policy in run.policies.values()),
         answer_tokens=answer_tokens,
-        branching=branching_of(run),
-        notes=tuple(_notes(run, apart, answer_tokens)),
+        branching=branching,
+        notes=tuple(_notes(run, apart, answer_tokens, branching)),
     )
 
 
-def _notes(run: ComposedRun, apart: tuple[Stage, ...], answer_tokens: int) -> Iterator[str]:
+def _notes(
+    run: ComposedRun, apart: tuple[Stage, ...], answer_tokens: int, branching: Branching | None
+) -> Iterator[str]:
     computed = [name.rpartition(".")[2] for name, part in run.reward.inner.items() if _is_rehearsed(part, run)]
     drawn = f"scores other than of {', '.join(computed)} are drawn" if computed else "scores are drawn"
     yield f"{drawn}; the bytes of reward models are those of `check --memory`"
@@ -198,7 +201,7 @@ def _notes(run: ComposedRun, apart: tuple[Stage, ...], answer_tokens: int) -> It
                 f"every episode has {stage.turns.get('max_turns')} turns of so many tokens, as far as {stage.turns.at} "
                 f"and the context allow, with answers of up to {answer_tokens} (--answer-tokens)"
             )
-    if branching_of(run) is not None:
+    if branching is not None:
         yield "samples of a group part at steps that differ by rollout; FLOPs of the rollout are of their mean"
     for at, depth in _random_depths(run):
         yield f"{at}.truncation is rehearsed at its deepest; FLOPs are of the mean, {depth:.2f} of that"
