@@ -18,7 +18,7 @@ import torch
 
 import unirl.worlds.shapes
 from unirl.app.command_line import Command
-from unirl.app.recipe import composed, settled
+from unirl.app.recipe import composed
 from unirl.app.rehearsal import command
 from unirl.app.rehearsal.branching import branching_of
 from unirl.app.rehearsal.command import WORLDS, for_devices
@@ -28,8 +28,6 @@ from unirl.app.rehearsal.report import limit_of, verdict
 from unirl.app.rehearsal.share import Work, share_of
 from unirl.app.rehearsal.texts import FirstTokens, keys_of_groups
 from unirl.config.catalog import available
-from unirl.config.check import check_recipe
-from unirl.config.runs import ComposedRun
 from unirl.data.datasets import read_rows
 from unirl.data.pairs import read_pairs
 from unirl.data.targets import read_targets
@@ -39,14 +37,7 @@ from unirl.types.errors import ConfigError
 from unirl.types.messages import brings_conversation
 from unirl.types.rollout import RolloutResp, RolloutTrack
 
-
-def trainer(*words: str) -> subprocess.CompletedProcess[str]:
-    """A separate process: a rehearsal registers a device for good."""
-    command = [str(Path(sys.executable).parent / "trainer"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900)
-
-
-rehearse = partial(trainer, "rehearse")
+from .rehearsing import checked, peaks_of, rehearse, tflop, tflop_of, trainer
 
 
 def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
@@ -66,13 +57,9 @@ def test_a_recipe_is_rehearsed_as_one_rank_of_its_world() -> None:
     first, *rest = done.stdout.splitlines()
     assert "rank 0 of 4, " in first
     assert "of 16 samples made" in first
-    assert set(_peaks(done.stdout)) >= {"start", "rollout", "reward", "train", "eval"}
+    assert set(peaks_of(done.stdout)) >= {"start", "rollout", "reward", "train", "eval"}
     assert any(line.startswith("  does not fit 1 MB: counted") for line in rest)
     assert any(re.match(r"    activations [\d.]+ MB: .*rows_per_forward", line) for line in rest)
-
-
-def checked(recipe: str, *words: str) -> ComposedRun:
-    return check_recipe(settled(composed(Command("rehearse", recipe, words))))
 
 
 def test_a_model_whose_configurations_are_not_known_is_named(tmp_path: Path) -> None:
@@ -146,21 +133,14 @@ def test_a_rollout_counts_as_the_mean_of_the_places_where_groups_part() -> None:
 @pytest.mark.nightly
 def test_steps_that_a_group_walks_together_are_made_once() -> None:
     words = ("worlds/shapes/flowgrpo_fast", "eval=null", "batch_size=4", "stack.micro_batch_size=8")
-    mean = _rollout_tflop(*words)
+    mean = tflop(*words)["rollout"]
     places = [
-        _rollout_tflop(*words, "sampling.scheduler.stride=0", f"sampling.scheduler.init={place}") for place in (0, 2)
+        tflop(*words, "sampling.scheduler.stride=0", f"sampling.scheduler.init={place}")["rollout"] for place in (0, 2)
     ]
     assert places[0] > 1.3 * places[1]
     share = branching_of(checked(*words))
     assert share is not None
     assert mean == pytest.approx(places[0] + share.share * (places[1] - places[0]), rel=0.01)
-
-
-def _rollout_tflop(*words: str) -> float:
-    done = rehearse(*words)
-    assert done.returncode == 0, done.stderr
-    [tflop] = re.findall(r" rollout ([\d.]+)(?:,|$)", done.stdout, re.M)
-    return float(tflop)
 
 
 def test_an_evaluation_of_conversations_asks_prompts_alone(tmp_path: Path) -> None:
@@ -197,9 +177,9 @@ def test_samples_that_are_left_out_take_no_time_in_training() -> None:
     for more in ([], ["+selection.best_of=4"]):
         done = rehearse(*words, "stack.num_updates_per_batch=1", "stack.micro_batch_size=8", *more)
         assert done.returncode == 0, done.stderr
-        flops.append(dict(re.findall(r" (rollout|train) ([\d.]+)(?:,|$)", done.stdout, re.M)))
+        flops.append(tflop_of(done.stdout))
     assert flops[1]["rollout"] == flops[0]["rollout"]
-    assert float(flops[1]["train"]) == pytest.approx(float(flops[0]["train"]) / 2, rel=0.01)
+    assert flops[1]["train"] == pytest.approx(flops[0]["train"] / 2, rel=0.01)
 
 
 @pytest.mark.nightly
@@ -210,8 +190,9 @@ def test_training_of_several_updates_is_counted_to_the_operation(recipe: str) ->
     assert done.returncode == 0, done.stderr
     counted = rehearse(recipe, "device=cpu", "eval=null")
     assert counted.returncode == 0, counted.stderr
-    [tflop] = re.findall(r" train ([\d.]+)$", counted.stdout, re.M)
-    assert float(tflop) == pytest.approx(json.loads(done.stdout)["phases"]["train"]["flops"] / 1e12, rel=0.005)
+    assert tflop_of(counted.stdout)["train"] == pytest.approx(
+        json.loads(done.stdout)["phases"]["train"]["flops"] / 1e12, rel=0.005
+    )
 
 
 @pytest.mark.nightly
@@ -222,8 +203,8 @@ def test_a_random_depth_is_rehearsed_at_its_deepest_and_counted_by_its_mean() ->
     for more in ([], [full], [full, "sampling.num_inference_steps=3"]):
         done = rehearse(*words, *more)
         assert done.returncode == 0, done.stderr
-        peaks.append(_peaks(done.stdout)["train"])
-        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+        peaks.append(peaks_of(done.stdout)["train"])
+        flops.append(tflop_of(done.stdout)["train"])
     assert peaks[0] == peaks[1]
     of_step = (flops[1] - flops[2]) / 3
     assert flops[0] == pytest.approx(flops[1] - 2.5 * of_step, rel=0.01)  # 1 .. 6 of 6 steps, and one decoded image
@@ -283,7 +264,7 @@ def test_texts_are_made_at_full_length() -> None:
     done = rehearse("worlds/arithmetic/grpo", "device=cuda", *words)
     assert done.returncode == 0, done.stderr
     assert "every text of text has 240 tokens" in done.stdout
-    rollout, train = (_peaks(done.stdout)[phase] for phase in ("rollout", "train"))
+    rollout, train = (peaks_of(done.stdout)[phase] for phase in ("rollout", "train"))
     # Of 320 completions: two layers with two heads of keys and values of width 32 in float32.
     cached = 320 * 240 * 2 * 2 * 2 * 32 * 4
     assert rollout > cached
@@ -326,8 +307,8 @@ def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:
     for more in ([], ["runtime=ray", "num_devices=2", *topology]):
         done = rehearse(*words, *more)
         assert done.returncode == 0, done.stderr
-        peaks.append(_peaks(done.stdout))
-        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+        peaks.append(peaks_of(done.stdout))
+        flops.append(tflop_of(done.stdout)["train"])
         sent.append(re.findall(r"collectives in train.* alltoall ([\d.]+) MB", done.stdout))
     assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
     assert peaks[1]["train"] == pytest.approx(peaks[0]["train"] / 2, rel=0.05)
@@ -341,8 +322,8 @@ def test_ranks_that_have_layers_together_each_compute_a_part_of_every_token() ->
     for more in ([], ["runtime=ray", "num_devices=2", *topology]):
         done = rehearse(*words, *more)
         assert done.returncode == 0, done.stderr
-        peaks.append(_peaks(done.stdout))
-        flops.append(float(re.findall(r" train ([\d.]+)$", done.stdout, re.M)[0]))
+        peaks.append(peaks_of(done.stdout))
+        flops.append(tflop_of(done.stdout)["train"])
         summed.append(re.findall(r"collectives in train.* allreduce ([\d.]+) MB", done.stdout))
     assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
     assert 0.5 < peaks[1]["train"] / peaks[0]["train"] < 0.8  # hidden states are those of all tokens
@@ -355,13 +336,6 @@ def test_a_model_that_only_writes_makes_texts_of_full_length_too() -> None:
     assert done.returncode == 0, done.stderr
     assert "every text of text has 12 tokens" in done.stdout
     assert "text: 16 of 16 samples made, 0 trained on, image: " in done.stdout
-
-
-def _peaks(shown: str) -> dict[str, float]:
-    """Bytes by phase."""
-    units = {"MB": 1e6, "GB": 1e9}
-    found = re.finditer(r"^  (\w+) +([\d.]+) ([MG]B) per device", shown, re.M)
-    return {match[1]: float(match[2]) * units[match[3]] for match in found}
 
 
 SAMPLED = {name: Peak(100, {"activations": 70, "optimizer": 30}) for name in ("rollout", "reward", "eval", "train")}

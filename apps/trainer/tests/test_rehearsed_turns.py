@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +9,10 @@ from typing import Any, cast
 import pytest
 
 from unirl.app.command_line import parse
-from unirl.app.recipe import composed, settled
 from unirl.app.rehearsal.command import tokens_of_answers
 from unirl.app.rehearsal.environment import AnsweringEnvironment
 from unirl.app.rehearsal.share import share_of
 from unirl.app.rehearsal.texts import Answers
-from unirl.config.check import check_recipe
-from unirl.config.runs import ComposedRun
 from unirl.rollout.environments.tool_use import ToolUse
 from unirl.rollout.environments.tools.images import Crop
 from unirl.rollout.turns.calls import Turn
@@ -27,20 +21,9 @@ from unirl.types.errors import ConfigError
 from unirl.types.messages import Message, ShownImage
 from unirl.worlds.tools.world import Adder
 
+from .rehearsing import checked, tflop
+
 STAND_IN = "unirl.app.rehearsal.environment.AnsweringEnvironment"
-
-
-def checked(*words: str) -> ComposedRun:
-    return check_recipe(settled(composed(parse(["rehearse", *words]))))
-
-
-def tflop(*words: str) -> dict[str, float]:
-    """TFLOP of a rehearsed step by phase. A separate process: a rehearsal registers a device for good."""
-    command = [str(Path(sys.executable).parent / "trainer"), "rehearse", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    [shown] = re.findall(r"TFLOP of a step, per device: (.*)", done.stdout)
-    return {phase: float(value) for phase, value in (each.split() for each in shown.split(", "))}
 
 
 @pytest.mark.nightly
