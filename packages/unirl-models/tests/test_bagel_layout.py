@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from unirl.models.bagel.layout import Kind, Layout, Segment
-from unirl.models.packed.rows import KeyValues, Prefix
+from unirl.models.packed.rows import KeyValues, Prefix, joined_ranges
 from unirl.models.packed.vision import grid_places
 
 CPU = torch.device("cpu")
@@ -96,3 +98,10 @@ def test_places_of_grids_in_a_table() -> None:
     # A table of 10 x 10: rows are 10 apart.
     places = grid_places([(1, 3), (2, 2), (1, 3)], 10)
     assert places.tolist() == [0, 1, 2, 0, 1, 10, 11, 0, 1, 2]
+
+
+@given(st.lists(st.builds(range, st.integers(-5, 40), st.integers(-5, 40))))
+def test_joined_ranges_follow_one_another(ranges: list[range]) -> None:
+    joined = joined_ranges(ranges)
+    assert joined.dtype == torch.int64
+    assert joined.tolist() == [number for each in ranges for number in each]

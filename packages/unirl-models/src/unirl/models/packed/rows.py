@@ -235,7 +235,11 @@ class PackedRows(ABC):
 
 def joined_ranges(ranges: Iterable[range]) -> Tensor:
     """int64, the numbers of all ranges one after the other."""
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges])
+    starts, lengths = (
+        torch.tensor([(each.start, len(each)) for each in ranges], dtype=torch.int64).view(-1, 2).unbind(1)
+    )
+    places = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + (starts - places + lengths).repeat_interleave(lengths)
 
 
 def _ragged(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
