@@ -118,6 +118,40 @@ def test_a_scorer_with_gradients_and_no_model_runs_in_a_rehearsal(tmp_path: Path
     assert other.run.resolved["reward"]["scorers"]["gradient"]["_target_"].endswith(".DrawnScorer")
 
 
+def test_scorers_with_clip_compute_at_their_true_size(tmp_path: Path) -> None:
+    share = share_of(checked("sd3/refl"), tmp_path)
+    drawn = share.run.resolved["reward"]["scorers"]["hpsv2"]
+    assert drawn["_target_"].endswith(".DrawnScorer")
+    assert drawn["scorer"]["device"] == PRETEND
+    config = json.loads((Path(drawn["scorer"]["model"]) / "config.json").read_text())
+    assert config["vision_config"]["num_hidden_layers"] == 32
+    assert share.notes[0] == "scores are drawn, whatever hpsv2 computes"
+
+
+def test_of_scorers_without_known_models_the_bytes_are_counted(tmp_path: Path) -> None:
+    share = share_of(checked("sd3/mixgrpo_four"), tmp_path)
+    scorers = share.run.resolved["reward"]["scorers"]
+    assert {name for name, scorer in scorers.items() if "scorer" in scorer} == {"pickscore", "hpsv2", "clip"}
+    assert scorers["image_reward"]["num_bytes"] > 1e9
+    assert "image_reward computes nothing" in share.notes[0]
+
+
+def test_a_scorer_computes_as_much_as_its_layers_say() -> None:
+    num_samples = 8
+    image = (
+        32 * 257 * 2 * (4 * 1280**2 + 2 * 1280 * 5120) + 32 * 4 * 257**2 * 1280
+    )  # layers of ViT-H/14: products, attention
+    text = 24 * 77 * 2 * 12 * 1024**2 + 24 * 4 * 77**2 * 1024
+    geometry = (
+        "sampling.height=64",
+        "sampling.width=64",
+        "sampling.num_inference_steps=4",
+        "algorithm.num_last_steps=2",
+    )
+    found = tflop("sd3/refl", "eval=null", *geometry)["reward"]
+    assert found == pytest.approx(num_samples * (image + text) / 1e12, rel=0.02)
+
+
 def test_a_rollout_counts_as_the_mean_of_the_places_where_groups_part() -> None:
     found = branching_of(checked("worlds/shapes/flowgrpo_fast", "num_rollouts=400"))
     assert found is not None

@@ -57,9 +57,11 @@ def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> N
         ("Qwen/Qwen3-4B-Base", transformers.AutoModelForCausalLM, 4.02),
         ("Qwen/Qwen2.5-VL-7B-Instruct", transformers.AutoModelForImageTextToText, 8.29),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", transformers.Qwen3OmniMoeThinkerForConditionalGeneration, 31.7),
+        ("openai/clip-vit-large-patch14", transformers.CLIPModel, 0.428),
+        ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", transformers.CLIPModel, 0.986),
     ],
 )
-def test_language_models_have_the_published_size(
+def test_models_of_one_folder_have_the_published_size(
     hub_id: str, model_class: Any, billions: float, tmp_path: Path
 ) -> None:
     write_configurations(hub_id, tmp_path)

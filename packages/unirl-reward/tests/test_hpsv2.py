@@ -101,6 +101,14 @@ def test_weights_in_transformers_format_need_no_checkpoint(clip_folder, checkpoi
     assert torch.equal(found, expected)
 
 
+def test_weights_that_are_missing_are_not_left_at_random(vit_folder, clip_folder):
+    model = transformers.CLIPModel.from_pretrained(clip_folder)
+    kept = {key: value for key, value in model.state_dict().items() if key != "visual_projection.weight"}
+    model.save_pretrained(vit_folder, state_dict=kept)
+    with pytest.raises(ConfigError, match="is no whole CLIPModel: 1 weights are missing, such as visual_projection"):
+        HPSv2RewardScorer(checkpoint=None, model=vit_folder)
+
+
 def test_a_checkpoint_that_does_not_fit_is_named(clip_folder, tmp_path):
     with pytest.raises(ConfigError, match="scorer hpsv2: checkpoint = .* has no file HPS_v2.1_compressed.pt"):
         HPSv2RewardScorer(checkpoint=str(tmp_path), model=clip_folder)

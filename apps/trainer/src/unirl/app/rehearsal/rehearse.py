@@ -197,6 +197,7 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
         pipelines = _pipelines(share.run, runtime)
         turns = {stage.policy: stage.turns for stage in share.run.stages if stage.turns is not None}
         everything = [module for bundle in bundles.values() for module in _all_modules(bundle)]
+        everything += [module for scorer in reward.scorers.values() for module in scorer.modules()]
         repeats = Repeats(mode)
         blocks = Blocks(repeats)
         with (

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unirl.app.memory import scorer_bytes, trained_steps
+from unirl.app.memory import trained_steps
 from unirl.app.rehearsal.branching import Branching, branching_of
 from unirl.app.rehearsal.prompts import eval_prompts, write_prompts
+from unirl.app.rehearsal.rewards import note_of, scorers_of
 from unirl.config.check import check_recipe
 from unirl.config.placement import groups_of_run
 from unirl.config.runs import ComposedRun
 from unirl.models.releases.folder import is_known, write_configurations
 from unirl.rehearsal.repeats import PartKind
-from unirl.types.device_kinds import CPU
 from unirl.types.devices import PRETEND
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import TARGET, Part, Policy, Stage
@@ -126,7 +126,7 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
     recipe["reward"] = {
         **{key: value for key, value in run.resolved["reward"].items() if key in REWARD},
         "_target_": "unirl.reward.service.RewardService",
-        "scorers": dict(_scorers(run)),
+        "scorers": dict(scorers_of(run, folder)),
     }
     for stage in apart:
         _sample_directly(recipe, stage, works[str(stage.track)])
@@ -184,9 +184,7 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
 def _notes(
     run: ComposedRun, apart: tuple[Stage, ...], answer_tokens: int, branching: Branching | None
 ) -> Iterator[str]:
-    computed = [name.rpartition(".")[2] for name, part in run.reward.inner.items() if _is_rehearsed(part, run)]
-    drawn = f"scores other than of {', '.join(computed)} are drawn" if computed else "scores are drawn"
-    yield f"{drawn}; the bytes of reward models are those of `check --memory`"
+    yield note_of(run)
     if run.selection is not None and run.selection.get("drop_zero_variance") and kept_fraction(run) == 1:
         yield "all samples are trained on: how many selection.drop_zero_variance leaves out depends on their rewards"
     if run.selection is not None and run.selection.get("dynamic_sampling"):
@@ -391,30 +389,6 @@ def _at(recipe: Recipe, place: str) -> Recipe:
     for key in place.split(".") if place else ():
         found = found[key]
     return found
-
-
-def _scorers(run: ComposedRun) -> Iterator[tuple[str, Recipe]]:
-    for name, part in run.reward.inner.items():
-        own = name.rpartition(".")[2]
-        if _is_rehearsed(part, run):
-            # It stays on the host, whose work counts where models compute there too.
-            yield own, {**part.node, **({"device": PRETEND} if run.device == CPU else {})}
-            continue
-        scorer: Recipe = {
-            "_target_": "unirl.app.rehearsal.scorer.DrawnScorer",
-            "name": own,
-            "batch_size": part.get("batch_size") or 8,
-            "num_bytes": scorer_bytes(part),
-        }
-        if weights := part.get("component_weights"):
-            scorer["component_weights"] = dict(weights)
-        yield own, scorer
-
-
-def _is_rehearsed(scorer: Part, run: ComposedRun) -> bool:
-    """True if a rehearsal runs the scorer itself: one with gradients and no model, for the prompts that it knows."""
-    has_prompts = Path(str(run.data.get("path"))).expanduser().exists()
-    return has_prompts and scorer.abilities.get("is_differentiable") is True and not scorer_bytes(scorer)
 
 
 def _bundles(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:

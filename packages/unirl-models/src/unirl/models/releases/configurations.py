@@ -12,7 +12,7 @@ from typing import Any
 
 Settings = Mapping[str, Any]  # Any: JSON values
 
-_CLIP_L: Settings = {
+CLIP_L: Settings = {
     "hidden_size": 768,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,
@@ -25,7 +25,7 @@ _CLIP_L: Settings = {
     "pad_token_id": 0,
 }
 _CLIP_G: Settings = {
-    **_CLIP_L,
+    **CLIP_L,
     "hidden_size": 1280,
     "intermediate_size": 5120,
     "num_hidden_layers": 32,
@@ -33,7 +33,7 @@ _CLIP_G: Settings = {
     "projection_dim": 1280,
     "hidden_act": "gelu",
 }
-_CLIP_H_VISION: Settings = {
+CLIP_H_VISION: Settings = {
     "hidden_size": 1280,
     "intermediate_size": 5120,
     "num_hidden_layers": 32,
@@ -200,10 +200,10 @@ _COGVIDEOX_5B: Settings = {"num_attention_heads": 48, "num_layers": 42, **_COGVI
 _PADDED_TIME: Settings = {"patch_size_t": 2, "patch_bias": False, **_COGVIDEOX_ROTARY}
 
 OF_CLASSES: Mapping[str, Settings] = {
-    "CLIPTextModel": _CLIP_L,
-    "CLIPTextModelWithProjection": _CLIP_L,
-    "CLIPVisionModel": _CLIP_H_VISION,
-    "CLIPVisionModelWithProjection": _CLIP_H_VISION,
+    "CLIPTextModel": CLIP_L,
+    "CLIPTextModelWithProjection": CLIP_L,
+    "CLIPVisionModel": CLIP_H_VISION,
+    "CLIPVisionModelWithProjection": CLIP_H_VISION,
     "T5EncoderModel": _T5_XXL,
     "UMT5EncoderModel": {**_T5_XXL, "vocab_size": 256384},
     "Qwen2_5_VLForConditionalGeneration": QWEN_25_VL_7B,

@@ -11,6 +11,7 @@ from typing import Any
 
 from unirl.models.extras import from_extra
 from unirl.models.releases.configurations import settings_of
+from unirl.models.releases.contrastive import CLIP_MODELS
 from unirl.models.releases.indexes import INDEXES, index_of
 from unirl.models.releases.language import LANGUAGE_MODELS, LanguageModel
 from unirl.models.releases.unified import UNIFIED_MODELS
@@ -55,7 +56,7 @@ Settings = dict[str, Any]  # Any: JSON values
 
 def is_known(hub_id: str) -> bool:
     """True if the configurations of this release are known."""
-    return ALIASES.get(hub_id, hub_id) in INDEXES or hub_id in {*LANGUAGE_MODELS, *UNIFIED_MODELS}
+    return ALIASES.get(hub_id, hub_id) in INDEXES or hub_id in {*LANGUAGE_MODELS, *UNIFIED_MODELS, *CLIP_MODELS}
 
 
 def write_configurations(hub_id: str, folder: Path) -> None:
@@ -70,12 +71,17 @@ def write_configurations(hub_id: str, folder: Path) -> None:
     if hub_id in LANGUAGE_MODELS:
         _write_language_model(LANGUAGE_MODELS[hub_id], folder)
         return
+    if hub_id in CLIP_MODELS:
+        transformers.CLIPConfig(**CLIP_MODELS[hub_id]).save_pretrained(folder)
+        _tokenizer("CLIPTokenizer").save_pretrained(folder)
+        transformers.CLIPImageProcessorPil().save_pretrained(folder)
+        return
     release = ALIASES.get(hub_id, hub_id)
     if release not in INDEXES:
         raise ConfigError(
             f"the configurations of {hub_id} are not known. Give a folder with its *.json and tokenizer files "
             f"(`hf download {hub_id} --include '*.json' '*.txt' '*.model' --local-dir FOLDER`), or one of "
-            f"{', '.join(sorted({*INDEXES, *ALIASES, *LANGUAGE_MODELS, *UNIFIED_MODELS}))}."
+            f"{', '.join(sorted({*INDEXES, *ALIASES, *LANGUAGE_MODELS, *UNIFIED_MODELS, *CLIP_MODELS}))}."
         )
     index = index_of(release)
     folder.mkdir(parents=True, exist_ok=True)

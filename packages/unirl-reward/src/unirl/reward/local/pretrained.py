@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.types.devices import has_values
 from unirl.types.errors import ConfigError
 from unirl.types.precision import dtype_named
 
@@ -40,13 +41,18 @@ def check_source(source: str, what: str) -> None:
         raise ConfigError(f"{what} = {source!r} is no folder. Give an existing folder or a hub id, owner/name.")
 
 
-def load_complete(model_class: Any, source: str, what: str, **keywords: Any) -> Any:  # Any: transformers is optional
+def load_complete(  # Any: transformers is optional
+    model_class: Any, source: str, what: str, *, device: str = "cpu", **keywords: Any
+) -> Any:
     """A transformers model from a folder or hub id, every weight of it read and none left at random.
 
-    what: the option that names `source`, for messages. Raises ConfigError if it cannot be loaded, or if weights
+    what: the option that names `source`, for messages. device: where it will compute; on one without values the model
+    is made there by its configuration, and no weight is read. Raises ConfigError if it cannot be loaded, or if weights
     are missing, which transformers only warns of.
     """
     check_source(source, what)
+    if not has_values(device):
+        return _without_values(model_class, source, device)
     try:
         model, report = model_class.from_pretrained(source, output_loading_info=True, **keywords)
     except (AttributeError, OSError, RuntimeError, ValueError) as error:  # Attribute: parts of another kind of model
@@ -58,6 +64,13 @@ def load_complete(model_class: Any, source: str, what: str, **keywords: Any) -> 
             f"{missing[0]}. Give the folder or id of the published model."
         )
     return model
+
+
+def _without_values(model_class: Any, source: str, device: str) -> Any:  # Any: as above
+    from transformers.initialization import no_init_weights
+
+    with torch.device(device), no_init_weights():  # a draw that is repeated until it fits never ends without values
+        return model_class(model_class.config_class.from_pretrained(source))
 
 
 def load_state(source: str, file: str, what: str) -> dict[str, Tensor]:

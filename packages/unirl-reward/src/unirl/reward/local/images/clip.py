@@ -139,7 +139,9 @@ class CLIPRewardScorer(CLIPModelScorer):
         processor = model if processor is None else processor
         for source, option in ((model, "model"), (processor, "processor")):
             check_source(source, f"scorer {name}: {option}")
-        loaded = load_complete(transformers.CLIPModel, model, f"scorer {name}: model", dtype=torch.float32)
+        loaded = load_complete(
+            transformers.CLIPModel, model, f"scorer {name}: model", device=device, dtype=torch.float32
+        )
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(processor)
             # The PIL processor, not the torchvision one: rewards must not depend on what else is installed.

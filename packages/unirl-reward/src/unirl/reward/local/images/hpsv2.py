@@ -16,7 +16,14 @@ from unirl.reward.card import ScorerCard
 from unirl.reward.local.images.clip import CLIPModelScorer
 from unirl.reward.local.pixels import to_bytes
 from unirl.reward.local.preprocess import PadPreprocessing
-from unirl.reward.local.pretrained import check_dtype, check_source, load_state, load_transformers, on_one_line
+from unirl.reward.local.pretrained import (
+    check_dtype,
+    check_source,
+    load_complete,
+    load_state,
+    load_transformers,
+    on_one_line,
+)
 from unirl.types.bounds import Bounds, PositiveInt, bounded
 from unirl.types.errors import ConfigError
 
@@ -93,13 +100,14 @@ class HPSv2RewardScorer(CLIPModelScorer):
         check_source(model, f"scorer {name}: model")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-            if checkpoint is None:
-                loaded = transformers.CLIPModel.from_pretrained(model, dtype=torch.float32)
-            else:
-                loaded = transformers.CLIPModel(transformers.CLIPConfig.from_pretrained(model))
+            config = transformers.CLIPConfig.from_pretrained(model)
         except (OSError, ValueError) as error:
             raise ConfigError(f"scorer {name}: cannot load model {model!r}: {error}") from error
-        if checkpoint is not None:
+        if checkpoint is None:
+            what = f"scorer {name}: model"
+            loaded = load_complete(transformers.CLIPModel, model, what, device=device, dtype=torch.float32)
+        else:
+            loaded = transformers.CLIPModel(config)
             option = f"scorer {name}: checkpoint"
             state = from_open_clip(load_state(checkpoint, file, option))
             try:
