@@ -15,7 +15,7 @@ from unirl.models.diffusers_pipeline.references import distinct, picture_key, pi
 from unirl.models.embedding_cache import content_key
 from unirl.models.hunyuan_video.adapter import HunyuanVideoAdapter
 from unirl.models.hunyuan_video.bundle import HunyuanVideoImageBundle
-from unirl.models.known_latents import towards
+from unirl.sde.known_latents import towards
 from unirl.types.conditions import Condition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Images, Primitive, Videos
@@ -73,7 +73,7 @@ class HunyuanVideoImageAdapter(HunyuanVideoAdapter):
         return torch.lerp(latents, self._first(latents, conditions).expand_as(latents), IMAGE_SHARE)
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
-        """Where the first latent frame is given, the velocity there leads to it, see `unirl.models.known_latents`."""
+        """Where the first latent frame is given, the velocity there leads to it, see `unirl.sde.known_latents`."""
         velocity = super().predict(x_R, sigma_R, conditions, params)
         if not self.bundle.replaces_first_frame:
             return velocity

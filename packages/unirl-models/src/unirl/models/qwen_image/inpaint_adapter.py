@@ -12,8 +12,8 @@ import torch
 
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import grey_scale, masked_pictures
-from unirl.models.known_latents import keeping
 from unirl.models.qwen_image.adapter import QwenImageAdapter
+from unirl.sde.known_latents import keeping
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.media import Primitive

@@ -15,9 +15,9 @@ from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.references import as_pil, pictures_of, resized
 from unirl.models.diffusers_pipeline.text import weights_digest
 from unirl.models.embedding_cache import Embedding
-from unirl.models.known_latents import towards
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanImageBundle
+from unirl.sde.known_latents import towards
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Primitive, Videos
@@ -98,7 +98,7 @@ class WanImageAdapter(WanAdapter[WanImageBundle]):
     def predict_by(
         self, name: str, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams
     ) -> Tensor:
-        """For TI2V-5B, whose first frame is given, the velocity there leads to it, see `unirl.models.known_latents`."""
+        """For TI2V-5B, whose first frame is given, the velocity there leads to it, see `unirl.sde.known_latents`."""
         velocity = super().predict_by(name, x_R, sigma_R, conditions, params)
         if not self.bundle.masks_timesteps:
             return velocity

@@ -1,4 +1,4 @@
-"""Latents that a request gives: a velocity that leads straight to them. Shape letters: see `unirl.models`.
+"""Latents that a request gives: a velocity that leads straight to them. R: rows of a batch.
 
 On the way from a noise to a known x_0, x = (1 - sigma) x_0 + sigma noise, and the velocity noise - x_0 is
 (x - x_0) / sigma. Published samplers put such latents into place after every step; walked by this velocity they are

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unirl.models.known_latents import keeping, towards
 from unirl.sde.kernels import FlowSDEStrategy
+from unirl.sde.known_latents import keeping, towards
 from unirl.sde.loop import sample
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.55, 0.3, 0.1, 0.0])
