@@ -47,6 +47,7 @@ EXPERTS = {"num_frames": 5, "max_sequence_length": 64}
 LONG = " ".join(["a picture of"] * 8)
 """Fills more blocks of tokens than the short prompts do, after which Z-Image places its images."""
 IMAGES = {"num_frames": 5}
+FIRST = {"num_frames": 5, "height": 32, "width": 64}
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
     "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "wan22": (None, wan.write_two_experts, WanBundle, WanPipeline, EXPERTS),
     "wan_images": (None, wan.write_image_to_video, WanImageBundle, WanImagePipeline, IMAGES),
     "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
+    "wan_first_images": (None, wan.write_image_to_video_first_frame, WanImageBundle, WanImagePipeline, FIRST),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""

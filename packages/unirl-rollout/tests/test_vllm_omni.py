@@ -9,7 +9,7 @@ from rollout_fakes import PARAMS
 
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.rollout.engine.vllm_omni.families import SERVED, family_of, text_tensors
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Frames, Pictures, Text
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Frames, Pictures, Text
 from unirl.types.conditions import ImageEmbedCondition, ImageLatentCondition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 
@@ -157,7 +157,21 @@ def test_given_frames_are_channels_and_their_images_features():
     assert torch.equal(two["encoder_hidden_states_image"], features.reshape(4, 5, 4))
     assert "encoder_hidden_states_image" not in Frames(frames, None, 1).beside(own)
     with pytest.raises(ContractError, match="the conditions hold 'image'"):
-        text_tensors(conditions, SERVED["WanPipeline"], PARAMS)
+        text_tensors(conditions, SERVED["StableDiffusion3Pipeline"], PARAMS)
+
+
+def test_a_first_frame_stays_in_its_place():
+    generator = torch.Generator().manual_seed(0)
+    given, x = torch.randn(2, 4, 1, 4, 6, generator=generator), torch.randn(2, 4, 3, 4, 6, generator=generator)
+    sigma = torch.tensor([0.8, 0.5])
+    transformer = SimpleNamespace(config=SimpleNamespace(patch_size=(1, 2, 2)))
+    first = FirstFrame(given)
+    own = first.beside({"transformer": transformer, "hidden_states": x, "timestep": sigma * 1000})
+    assert torch.equal(own["hidden_states"], torch.cat([given, x[:, :, 1:]], dim=2))
+    assert own["timestep"].tolist() == [[0.0] * 6 + [800.0] * 12, [0.0] * 6 + [500.0] * 12]
+    velocity = first.kept(torch.ones_like(x), x, sigma)
+    assert torch.equal(velocity[:, :, 1:], torch.ones_like(x[:, :, 1:]))
+    torch.testing.assert_close(x[:, :, :1] - sigma.view(-1, 1, 1, 1, 1) * velocity[:, :, :1], given)
 
 
 def test_what_differs_in_vllm_omni_is_corrected():

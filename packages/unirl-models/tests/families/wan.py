@@ -17,12 +17,13 @@ from unirl.models.diffusers_pipeline.references import as_pil
 from unirl.models.tiny.wan import (
     CLIP_TOKENS,
     clip,
-    image_to_video,
     image_to_video_clip,
     image_to_video_experts,
+    image_to_video_first_frame,
     shared_parts,
     tiny_transformer,
     tiny_vae,
+    tiny_vae_16,
     two_experts,
 )
 from unirl.models.wan.bundle import WanAnimateBundle, WanBundle, WanImageBundle, WanVACEBundle
@@ -40,18 +41,6 @@ OTHER_SIZE = {"height": 32, "width": 48, "num_frames": 9}
 def tiny_t2v(**changes: Any) -> Any:
     pipeline_class: Any = diffusers.WanPipeline
     return pipeline_class(transformer=tiny_transformer(), **{**shared_parts(), **changes})
-
-
-def tiny_vae_16() -> Any:
-    """A factor of 16 by patches of two pixels and residual blocks, as in the VAE of TI2V-5B."""
-    return tiny_vae(
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        is_residual=True,
-        scale_factor_spatial=16,
-        decoder_base_dim=4,
-    )
 
 
 def tiny_ti2v() -> Any:
@@ -297,7 +286,7 @@ FAMILIES = [
         tile=None,
         bundle=WanImageBundle,
         pipeline=WanImagePipeline,
-        tiny=seeded(lambda: image_to_video(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)),
+        tiny=seeded(image_to_video_first_frame),
         params=PARAMS,
         other_size={"height": 64, "width": 32, "num_frames": 9},
         call=call_with_images,

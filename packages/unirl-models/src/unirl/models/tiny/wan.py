@@ -28,6 +28,18 @@ def tiny_vae(**changes: Any) -> Any:
     return diffusers.AutoencoderKLWan(**fields | changes)
 
 
+def tiny_vae_16() -> Any:
+    """A factor of 16 by patches of two pixels and residual blocks, as in the VAE of TI2V-5B."""
+    return tiny_vae(
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        is_residual=True,
+        scale_factor_spatial=16,
+        decoder_base_dim=4,
+    )
+
+
 def tiny_transformer(**changes: Any) -> Any:
     """Two layers of two heads."""
     fields: dict[str, Any] = {
@@ -111,6 +123,11 @@ def image_to_video_experts() -> Any:
     return image_to_video(**experts, boundary_ratio=0.9)
 
 
+def image_to_video_first_frame() -> Any:
+    """That of Wan 2.2 TI2V-5B, whose first latent frame is the image itself."""
+    return image_to_video(transformer=tiny_transformer(), vae=tiny_vae_16(), expand_timesteps=True)
+
+
 def write_image_to_video(folder: Path) -> None:
     """A folder of random weights of Wan 2.1, seed 0."""
     save_random(image_to_video_clip, folder)
@@ -119,6 +136,11 @@ def write_image_to_video(folder: Path) -> None:
 def write_image_to_video_experts(folder: Path) -> None:
     """A folder of random weights of Wan 2.2, seed 0."""
     save_random(image_to_video_experts, folder)
+
+
+def write_image_to_video_first_frame(folder: Path) -> None:
+    """A folder of random weights of Wan 2.2 TI2V-5B, seed 0."""
+    save_random(image_to_video_first_frame, folder)
 
 
 def write_two_experts(folder: Path) -> None:

@@ -73,7 +73,8 @@ SERVED: Mapping[str, Family] = {
     "FluxPipeline": Family(served=frozenset({DISTILLED_GUIDANCE})),
     "Flux2KleinPipeline": Family(),
     "ZImagePipeline": Family(),
-    "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True),
+    # With an image the first frame of TI2V-5B, whose index names this class too.
+    "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True, reads=(ImageLatentCondition,)),
     "WanImageToVideoPipeline": Family(
         Modality.VIDEO,
         attends_to_padding=True,

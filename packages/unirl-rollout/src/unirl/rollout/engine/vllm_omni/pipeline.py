@@ -21,12 +21,13 @@ from unirl.rollout.engine.served_latents.folder import (
     SECOND_EXPERT,
     TRANSFORMER,
     boundary_of,
+    gives_first_frame,
     served_class,
     transformers,
 )
 from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, FEATURES, FRAMES, NEGATIVE, PATCHES
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, Frames, Pictures, Text, Texts
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Frames, Given, Pictures, Text, Texts
 from unirl.sde.loop import Velocity
 from unirl.types.batch import rows_by
 
@@ -47,6 +48,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         self.device = _device()
         self.native = NATIVE[served_class(folder, NATIVE, "vLLM-Omni")]
         self.boundary = boundary_of(folder)
+        self.gives_first_frame = gives_first_frame(folder)
         self._dit_modules = list(transformers(folder))
         for name in self._dit_modules:
             setattr(self, name, self.native.build(od_config, folder / name))
@@ -92,20 +94,29 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
         return velocity
 
-    def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Frames]]:
+    def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Frames | FirstFrame]]:
         """All rows with their given frames; empty without."""
         found = {
-            end: next((tensor.to(self.od_config.dtype) for name, tensor in tensors.items() if name.endswith(end)), None)
+            end: next((tensor for name, tensor in tensors.items() if name.endswith(end)), None)
             for end in (FRAMES, FEATURES)
         }
         if (latents := found[FRAMES]) is None:
             return []
+        rows = list(range(call.num_samples))
+        if self.gives_first_frame:
+            return [(rows, FirstFrame(latents.float()))]
         transformer: Any = getattr(self, TRANSFORMER)
         num_images = 1 if transformer.config.pos_embed_seq_len is None else 2
-        return [(list(range(call.num_samples)), Frames(latents, found[FEATURES], num_images))]
+        dtype, features = self.od_config.dtype, found[FEATURES]
+        return [(rows, Frames(latents.to(dtype), None if features is None else features.to(dtype), num_images))]
 
     def _predicted(
-        self, call: SampleLatents, x: Tensor, sigma_B: Tensor, texts: Texts, given: Pictures | Frames | None
+        self,
+        call: SampleLatents,
+        x: Tensor,
+        sigma_B: Tensor,
+        texts: Texts,
+        given: Given | None,
     ) -> Tensor:
         """Velocity [B, ...] of rows of one noise level."""
         without = {slot.removeprefix(NEGATIVE): text for slot, text in texts.items() if slot.startswith(NEGATIVE)}
@@ -117,7 +128,8 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
         def inputs(branch: Texts) -> dict[str, Any]:
             own = self.native.inputs(x.to(self.od_config.dtype), sigma_B, branch, transformer)
-            return {"transformer": transformer, **guidance, **(own if given is None else given.beside(own))}
+            own = {"transformer": transformer, **guidance, **own}
+            return own if given is None else given.beside(own)
 
         scale = call.scale_of_second if is_second else call.guidance_scale
         out = self.predict_noise_maybe_with_cfg(
@@ -127,7 +139,8 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
             negative_kwargs=inputs(without) if without else None,
             cfg_normalize=self.native.normalises_guidance,
         )
-        return self.native.velocity(out, x.shape)
+        velocity = self.native.velocity(out, x.shape)
+        return given.kept(velocity, x, sigma_B) if isinstance(given, FirstFrame) else velocity
 
 
 def _pictures(tensors: dict[str, Tensor], dtype: torch.dtype) -> list[tuple[list[int], Pictures]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
+from unirl.sde.known_latents import towards
 from unirl.types.batch import rows_by
 
 _MODELS = "vllm_omni.diffusion.models"
@@ -60,6 +62,36 @@ class Frames:
             # The transformer joins the images of a sample itself.
             own["encoder_hidden_states_image"] = self.features.unflatten(1, (self.num_images, -1)).flatten(0, 1)
         return own
+
+
+@dataclass(frozen=True)
+class FirstFrame:
+    """The first latent frame of videos, which stays as it is given."""
+
+    latents: Tensor
+    """[B, C, 1, h, w] in float32."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward with the frame in its place, whose tokens have a timestep of 0."""
+        x = inputs["hidden_states"]
+        frames, height, width = x.shape[-3:]
+        _, *sides = inputs["transformer"].config.patch_size
+        per_frame = height * width // math.prod(sides)
+        is_free = torch.arange(frames * per_frame, device=x.device) >= per_frame
+        return {
+            **inputs,
+            "hidden_states": torch.cat([self.latents.to(x.dtype), x[:, :, 1:]], dim=2),
+            "timestep": inputs["timestep"][:, None] * is_free,
+        }
+
+    def kept(self, velocity: Tensor, x: Tensor, sigma_B: Tensor) -> Tensor:
+        """A velocity [B, C, f, h, w] at x with that to the frame in its place, see `unirl.sde.known_latents`."""
+        first = towards(self.latents, x[:, :, :1], sigma_B)
+        return torch.cat([first, velocity[:, :, 1:].to(first.dtype)], dim=2)
+
+
+Given = Pictures | Frames | FirstFrame
+"""What samples have besides texts."""
 
 
 @dataclass(frozen=True)
