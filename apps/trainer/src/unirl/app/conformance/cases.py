@@ -47,6 +47,16 @@ MODELS: Mapping[str, Model] = {
     "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
     "wan21": Model("latents", "wan21_moves", "moves"),
     "wan22": Model("latents", "wan22_small", "moves", write=wan.write_two_experts),
+    "wan21_i2v": Model(
+        "latents", "wan_images_small", "frames_compressibility", shows_media=True, write=wan.write_image_to_video
+    ),
+    "wan22_ti2v": Model(
+        "latents",
+        "wan_images_small",
+        "frames_compressibility",
+        shows_media=True,
+        write=wan.write_image_to_video_first_frame,
+    ),
     "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
