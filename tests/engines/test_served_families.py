@@ -19,8 +19,8 @@ from unirl.models.flux.bundle import FluxBundle
 from unirl.models.flux.pipeline import FluxPipeline
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
-from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
-from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline
+from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
+from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
 from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
@@ -59,6 +59,13 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
     "wan_first_images": (None, wan.write_image_to_video_first_frame, WanImageBundle, WanImagePipeline, FIRST),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
+    "hunyuan_video15_images": (
+        None,
+        hunyuan_video15.write_image_to_video,
+        HunyuanVideo15ImageBundle,
+        HunyuanVideo15ImagePipeline,
+        VIDEO,
+    ),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
 
@@ -67,7 +74,8 @@ def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
     """A request, with images where the family reads some."""
     if not name.endswith("images"):
         return request(pipeline, **changes)
-    req = request(pipeline, max_sequence_length=None, **changes)
+    changes.setdefault("max_sequence_length", None)
+    req = request(pipeline, **changes)
     pixels = torch.rand(req.batch_size, 3, 40, 56, generator=torch.Generator().manual_seed(0))
     return dataclasses.replace(req, primitives={**req.primitives, "image": Images(pixels=pixels)})
 

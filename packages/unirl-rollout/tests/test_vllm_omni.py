@@ -160,6 +160,28 @@ def test_given_frames_are_channels_and_their_images_features():
         text_tensors(conditions, SERVED["StableDiffusion3Pipeline"], PARAMS)
 
 
+def test_given_frames_are_told_apart_by_their_channels():
+    transformer = SimpleNamespace(config=SimpleNamespace(in_channels=4, pos_embed_seq_len=None))
+    wan, first = NATIVE["WanPipeline"], torch.ones(2, 4, 1, 2, 2)
+    assert isinstance(wan.given_frames(first, None, transformer), FirstFrame)
+    assert isinstance(wan.given_frames(first[:, :3], None, transformer), Frames)
+    with pytest.raises(ContractError, match="has no given frames"):
+        NATIVE["FluxPipeline"].given_frames(first, None, transformer)
+    with pytest.raises(ContractError, match="the request has none"):
+        NATIVE["HunyuanVideo15ImageToVideoPipeline"].given_frames(first, None, transformer)
+
+
+def test_the_frame_of_hunyuan_video_is_in_the_channels_behind_the_latents():
+    first, features = torch.full((1, 2, 1, 2, 2), 3.0), torch.ones(1, 5, 4)
+    x = torch.cat([torch.full((1, 2, 3, 2, 2), 7.0), torch.zeros(1, 3, 3, 2, 2)], dim=1)
+    given = NATIVE["HunyuanVideo15ImageToVideoPipeline"].given_frames(first, features, None)
+    own = given.beside({"hidden_states": x, "image_embeds": torch.zeros(1, 0, 4)})
+    assert own["hidden_states"][0, :, 0, 0, 0].tolist() == [7, 7, 3, 3, 1]
+    assert own["hidden_states"][0, :, 1, 0, 0].tolist() == [7, 7, 0, 0, 0]
+    assert torch.equal(own["image_embeds"], features)
+    assert not x[:, 2:].any()
+
+
 def test_a_first_frame_stays_in_its_place():
     generator = torch.Generator().manual_seed(0)
     given, x = torch.randn(2, 4, 1, 4, 6, generator=generator), torch.randn(2, 4, 3, 4, 6, generator=generator)

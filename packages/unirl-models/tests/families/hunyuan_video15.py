@@ -4,32 +4,15 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 
 from unirl.models.diffusers_pipeline.references import as_pil
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
-from unirl.models.tiny.hunyuan_video15 import parts, pipeline
+from unirl.models.tiny.hunyuan_video15 import image_to_video, pipeline
 from unirl.types.media import Images, Primitive
 
 from .kit import Family, Published, Request, seeded, stock_call
 from .tiny_parts import load_lora_by_model
-
-
-def tiny_i2v() -> Any:
-    pipeline_class: Any = diffusers.HunyuanVideo15ImageToVideoPipeline
-    encoder = transformers.SiglipVisionModel(
-        transformers.SiglipVisionConfig(
-            hidden_size=12,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
-        )
-    )
-    extractor = transformers.SiglipImageProcessor(size={"height": 28, "width": 28})
-    return pipeline_class(**parts(task_type="i2v"), image_encoder=encoder, feature_extractor=extractor)
 
 
 def first_frames(num_samples: int) -> dict[str, Primitive]:
@@ -79,7 +62,7 @@ FAMILIES = [
         name="hunyuan_video15_i2v",
         bundle=HunyuanVideo15ImageBundle,
         pipeline=HunyuanVideo15ImagePipeline,
-        tiny=seeded(tiny_i2v),
+        tiny=seeded(image_to_video),
         params=PARAMS,
         other_size={"num_frames": 9},
         inputs=first_frames,

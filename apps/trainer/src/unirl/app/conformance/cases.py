@@ -58,6 +58,13 @@ MODELS: Mapping[str, Model] = {
         write=wan.write_image_to_video_first_frame,
     ),
     "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
+    "hunyuan_video15_i2v": Model(
+        "latents",
+        "hunyuan_video15_images_small",
+        "frames_compressibility",
+        shows_media=True,
+        write=hunyuan_video15.write_image_to_video,
+    ),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
 }

@@ -12,6 +12,7 @@ from unirl.models.tiny.text import byt5, chat_tokenizer, qwen_text, t5_tokenizer
 
 with from_extra("diffusers"):
     import diffusers
+    import transformers
 
 
 def parts(**changes: Any) -> dict[str, Any]:
@@ -60,6 +61,28 @@ def pipeline() -> Any:
     return pipeline_class(**parts())
 
 
+def image_to_video() -> Any:
+    """diffusers' own pipeline that begins with an image, which SigLIP reads too."""
+    pipeline_class: Any = diffusers.HunyuanVideo15ImageToVideoPipeline
+    encoder = transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(
+            hidden_size=12,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        )
+    )
+    extractor = transformers.SiglipImageProcessor(size={"height": 28, "width": 28})
+    return pipeline_class(**parts(task_type="i2v"), image_encoder=encoder, feature_extractor=extractor)
+
+
 def write(folder: Path) -> None:
     """A folder of random weights, seed 0."""
     save_random(pipeline, folder)
+
+
+def write_image_to_video(folder: Path) -> None:
+    """A folder of random weights that makes videos of images, seed 0."""
+    save_random(image_to_video, folder)

@@ -60,11 +60,6 @@ def boundary_of(folder: Path) -> float | None:
     return float(boundary)
 
 
-def gives_first_frame(folder: Path) -> bool:
-    """True for a model whose first latent frame is the given image itself, at a timestep of 0 (Wan 2.2 TI2V-5B)."""
-    return bool(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).get("expand_timesteps"))
-
-
 def pushed_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape of what a push to a pipeline folder's transformers must have."""
     return qualified({name: checkpoint_shapes(folder / name) for name in transformers(folder)})

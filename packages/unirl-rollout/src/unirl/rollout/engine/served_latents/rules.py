@@ -13,12 +13,11 @@ Rule = Callable[[Part, Run], Messages]
 def family_is_served(
     bundles: tuple[str, ...],
     *,
-    with_images: tuple[str, ...] = (),
     without: tuple[str, ...] = (),
     reasons: Mapping[str, str] | None = None,
 ) -> Rule:
     """The model is one of `bundles` (class names), which the engine runs natively, and has no image inputs unless it is
-    one of `with_images`, which are among them.
+    one of the engine's `takes_media_of`, which are among them.
 
     without: subclasses of these that it does not run.
 
@@ -28,7 +27,7 @@ def family_is_served(
     def rule(own: Part, run: Run) -> Messages:
         bundle = run.policy.bundle
         names = bundle.class_names
-        known = with_images if bundle.ability("needs_media") else bundles
+        known = own.ability("takes_media_of") or () if bundle.ability("needs_media") else bundles
         if not bundle.takes_any and (not set(names) & set(known) or set(names) & set(without)):
             why = next((reason for name, reason in (reasons or {}).items() if name in names), None)
             said = f"serves {', '.join(bundles)}, the recipe has {bundle.name}."

@@ -45,7 +45,11 @@ class VLLMOmniEngine(ServedLatentsEngine):
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_omni.rules"
     takes_media: ClassVar[bool] = True
-    takes_media_of: ClassVar[tuple[str, ...] | None] = ("QwenImageEditBundle", "WanImageBundle")
+    takes_media_of: ClassVar[tuple[str, ...] | None] = (
+        "QwenImageEditBundle",
+        "WanImageBundle",
+        "HunyuanVideo15ImageBundle",
+    )
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
     renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC

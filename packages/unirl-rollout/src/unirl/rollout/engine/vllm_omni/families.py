@@ -83,6 +83,12 @@ SERVED: Mapping[str, Family] = {
     ),
     # vLLM-Omni supports adapters only in the blocks, not in the text refiner, which LoRA trains too.
     "HunyuanVideo15Pipeline": Family(Modality.VIDEO, takes_adapters=False),
+    "HunyuanVideo15ImageToVideoPipeline": Family(
+        Modality.VIDEO,
+        takes_adapters=False,
+        loaded_as="HunyuanVideo15Pipeline",
+        reads=(ImageLatentCondition, ImageEmbedCondition),
+    ),
     "bagel": Family(
         worker="bagel.GivenBagelPipeline",
         topology="bagel_single_stage",

@@ -21,13 +21,12 @@ from unirl.rollout.engine.served_latents.folder import (
     SECOND_EXPERT,
     TRANSFORMER,
     boundary_of,
-    gives_first_frame,
     served_class,
     transformers,
 )
 from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, FEATURES, FRAMES, NEGATIVE, PATCHES
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Frames, Given, Pictures, Text, Texts
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Given, Pictures, Text, Texts
 from unirl.sde.loop import Velocity
 from unirl.types.batch import rows_by
 
@@ -48,7 +47,6 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         self.device = _device()
         self.native = NATIVE[served_class(folder, NATIVE, "vLLM-Omni")]
         self.boundary = boundary_of(folder)
-        self.gives_first_frame = gives_first_frame(folder)
         self._dit_modules = list(transformers(folder))
         for name in self._dit_modules:
             setattr(self, name, self.native.build(od_config, folder / name))
@@ -94,21 +92,15 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
 
         return velocity
 
-    def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Frames | FirstFrame]]:
+    def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Given]]:
         """All rows with their given frames; empty without."""
-        found = {
-            end: next((tensor for name, tensor in tensors.items() if name.endswith(end)), None)
-            for end in (FRAMES, FEATURES)
-        }
-        if (latents := found[FRAMES]) is None:
+        latents, features = (
+            next((tensor for name, tensor in tensors.items() if name.endswith(end)), None) for end in (FRAMES, FEATURES)
+        )
+        if latents is None:
             return []
-        rows = list(range(call.num_samples))
-        if self.gives_first_frame:
-            return [(rows, FirstFrame(latents.float()))]
-        transformer: Any = getattr(self, TRANSFORMER)
-        num_images = 1 if transformer.config.pos_embed_seq_len is None else 2
-        dtype, features = self.od_config.dtype, found[FEATURES]
-        return [(rows, Frames(latents.to(dtype), None if features is None else features.to(dtype), num_images))]
+        given = self.native.given_frames(latents, features, getattr(self, TRANSFORMER))
+        return [(list(range(call.num_samples)), given)]
 
     def _predicted(
         self,

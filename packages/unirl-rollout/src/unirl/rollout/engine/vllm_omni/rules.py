@@ -41,7 +41,7 @@ def pushes_are_whole(own: Part, run: Run) -> Messages:
 
 
 RULES = (
-    family_is_served(BUNDLES, with_images=("QwenImageEditBundle", "WanImageBundle"), without=("WanAnimateBundle",)),
+    family_is_served(BUNDLES, without=("WanAnimateBundle",)),
     kernel_is_served(KERNELS),
     sampling_is_served,
     experts_switch_as_released,

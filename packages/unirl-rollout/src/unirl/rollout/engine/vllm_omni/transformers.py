@@ -22,6 +22,7 @@ from unirl.rollout.engine.served_latents.folder import CONFIG_FILE
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.sde.known_latents import towards
 from unirl.types.batch import rows_by
+from unirl.types.errors import ContractError
 
 _MODELS = "vllm_omni.diffusion.models"
 _TIMESTEPS_PER_SIGMA = 1000.0
@@ -50,17 +51,19 @@ class Frames:
     """Given frames of videos next to the latents, and the features of their images."""
 
     latents: Tensor
-    """[B, C, f, h, w] in the transformer's dtype, with a mask of the given frames."""
+    """[B, C, f, h, w] with a mask of the given frames."""
     features: Tensor | None
     """[B, L, D] of the images of a sample, one after the other; None where the transformer reads none."""
     num_images: int
 
     def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
         """Keywords of a forward with these frames."""
-        own = {**inputs, "hidden_states": torch.cat([inputs["hidden_states"], self.latents], dim=1)}
+        x = inputs["hidden_states"]
+        own = {**inputs, "hidden_states": torch.cat([x, self.latents.to(x.dtype)], dim=1)}
         if self.features is not None:
             # The transformer joins the images of a sample itself.
-            own["encoder_hidden_states_image"] = self.features.unflatten(1, (self.num_images, -1)).flatten(0, 1)
+            features = self.features.to(x.dtype).unflatten(1, (self.num_images, -1))
+            own["encoder_hidden_states_image"] = features.flatten(0, 1)
         return own
 
 
@@ -90,7 +93,24 @@ class FirstFrame:
         return torch.cat([first, velocity[:, :, 1:].to(first.dtype)], dim=2)
 
 
-Given = Pictures | Frames | FirstFrame
+@dataclass(frozen=True)
+class MaskedFirstFrame:
+    """The first latent frame of videos, in the channels that HunyuanVideo 1.5 has for given frames and their mask."""
+
+    latents: Tensor
+    """[B, C, 1, h, w]."""
+    features: Tensor
+    """[B, L, D] of the image."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward with the frame, whose channels are zeros without one."""
+        x = inputs["hidden_states"].clone()
+        first = torch.cat([self.latents, torch.ones_like(self.latents[:, :1])], dim=1)
+        x[:, -first.shape[1] :, :1] = first.to(x.dtype)
+        return {**inputs, "hidden_states": x, "image_embeds": self.features.to(x.dtype)}
+
+
+Given = Pictures | Frames | FirstFrame | MaskedFirstFrame
 """What samples have besides texts."""
 
 
@@ -132,6 +152,14 @@ def _mend_nothing(transformer: Any) -> None:
     del transformer
 
 
+GivenFrames = Callable[[Tensor, Tensor | None, Any], Given]
+"""(latents of given frames, features of their images, transformer) -> what a forward gets of them."""
+
+
+def _no_frames(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
+    raise ContractError("this family has no given frames")
+
+
 @dataclass(frozen=True)
 class Native:
     """A transformer of vLLM-Omni."""
@@ -148,6 +176,7 @@ class Native:
     """(transformer, keywords) -> its velocity, or tokens of it."""
     mend: Callable[[Any], None] = _mend_nothing
     """Corrects a transformer that was built."""
+    given_frames: GivenFrames = _no_frames
     unguided_scale: float = 1.0
     """The trainer's guidance scale for samples without guidance; vLLM-Omni's is 1."""
     text_block: int = 0
@@ -271,6 +300,13 @@ def _wan(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str
     }
 
 
+def _wan_frames(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
+    """Of TI2V-5B they have all channels that the transformer reads, and stay in their place."""
+    if latents.shape[1] == transformer.config.in_channels:
+        return FirstFrame(latents.float())
+    return Frames(latents, features, num_images=1 if transformer.config.pos_embed_seq_len is None else 2)
+
+
 def _mend_wan(transformer: Any) -> None:
     """vLLM-Omni normalises the features of images with its default, 1e-6; Wan does with torch's."""
     if (embedder := transformer.condition_embedder.image_embedder) is not None:
@@ -290,6 +326,12 @@ def _hunyuan_video15(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any)
         "encoder_attention_mask_2": _mask(glyphs),
         "image_embeds": x.new_zeros(len(x), 0, image_width),
     }
+
+
+def _hunyuan_frames(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
+    if features is None:
+        raise ContractError("HunyuanVideo 1.5 reads features of the given image, and the request has none")
+    return MaskedFirstFrame(latents, features)
 
 
 def _mask(text: Text) -> Tensor:
@@ -314,7 +356,14 @@ _WAN = Native(
     "WanTransformer3DModel",
     _wan,
     mend=_mend_wan,
+    given_frames=_wan_frames,
     renamed_layers={"to_out.0": "to_out", "ffn.net.0.": "ffn.net_0.", "ffn.net.2": "ffn.net_2"},
+)
+_HUNYUAN_VIDEO15 = Native(
+    "hunyuan_video.hunyuan_video_15_transformer",
+    "HunyuanVideo15Transformer3DModel",
+    _hunyuan_video15,
+    given_frames=_hunyuan_frames,
 )
 NATIVE: Mapping[str, Native] = {
     "StableDiffusion3Pipeline": Native("sd3.sd3_transformer", "SD3Transformer2DModel", _sd3),
@@ -335,8 +384,7 @@ NATIVE: Mapping[str, Native] = {
     ),
     "WanPipeline": _WAN,
     "WanImageToVideoPipeline": _WAN,
-    "HunyuanVideo15Pipeline": Native(
-        "hunyuan_video.hunyuan_video_15_transformer", "HunyuanVideo15Transformer3DModel", _hunyuan_video15
-    ),
+    "HunyuanVideo15Pipeline": _HUNYUAN_VIDEO15,
+    "HunyuanVideo15ImageToVideoPipeline": _HUNYUAN_VIDEO15,
 }
 """Pipeline class in a checkpoint's index -> transformer."""
