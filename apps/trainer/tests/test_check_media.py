@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from unirl.app.environment import register_resolvers
-from unirl.config.check import machine_findings
+from unirl.config.check import machine_findings, run_findings
 from unirl.config.recipes import compose, resolve
 from unirl.config.runs import run_of
 from unirl.types.recipe import Machine
@@ -17,6 +17,11 @@ def findings(name, *overrides):
     register_resolvers()
     run = run_of(resolve(compose(name, list(overrides))))
     return list(machine_findings(run, Machine(num_cpus=8, num_gpus=8)))
+
+
+def recipe_findings(name, *overrides):
+    register_resolvers()
+    return list(run_findings(run_of(resolve(compose(name, list(overrides))))))
 
 
 def rows(folder, **num_frames):
@@ -64,3 +69,14 @@ def test_layers_for_lora_that_a_folder_does_not_have_are_refused(tmp_path):
     assert any(message in each for each in found), found
     fine = findings("wan21/t2v", at, f"{targets}=[attn.to_q]")
     assert not any("target_modules" in each for each in fine), fine
+
+
+@pytest.mark.parametrize(
+    ("recipe", "transport", "is_refused"),
+    [("ltx2/t2v_sound", "json", True), ("ltx2/t2v_sound", "binary", False), ("wan21/t2v_style", "json", False)],
+)
+def test_sound_is_not_sent_as_json(recipe, transport, is_refused):
+    far = f"{{_target_: unirl.reward.remote.RemoteRewardBackend, required_rewards: [clap], transport: {transport}}}"
+    found = recipe_findings(recipe, f"+reward.scorers.far={far}")
+    said = [each for each in found if "far.transport = json carries no sound, which videos of LTX2Bundle have" in each]
+    assert bool(said) == is_refused, found

@@ -34,6 +34,8 @@ class Bundle:
     """True if it hears the sound of a request besides its text."""
     needs_media: ClassVar[bool] = False
     """True if it makes nothing without them."""
+    makes_sound: ClassVar[bool] = False
+    """True if its videos have sound."""
     needed_videos: ClassVar[tuple[str, ...]] = ()
     """Roles of the videos that a prompt must bring."""
     most_images: ClassVar[int | None] = None

@@ -35,4 +35,17 @@ def scorers_have_what_they_read(own: Part, run: Run) -> Messages:
             )
 
 
-RULES = (weights_name_scorers, scorers_have_what_they_read)
+def sounds_are_sent(own: Part, run: Run) -> Messages:
+    """Videos with sound go to reward servers in the body that carries it."""
+    makers = [each.bundle.name for each in run.all_policies.values() if each.bundle.abilities.get("makes_sound")]
+    if not makers:
+        return
+    for name, scorer in own.inside("scorers").items():
+        if scorer.name == "RemoteRewardBackend" and scorer.get("transport") == "json":
+            yield (
+                f"{own.at}.scorers.{name}.transport = json carries no sound, which videos of {makers[0]} have. Set "
+                "transport: binary."
+            )
+
+
+RULES = (weights_name_scorers, scorers_have_what_they_read, sounds_are_sent)

@@ -25,6 +25,7 @@ class LTX2Bundle(DiffusersBundle):
 
     family = "LTX-2"
     takes_attention_backend = True
+    makes_sound = True
     pipeline_classes = ("LTX2Pipeline",)
     components = {
         "transformer": trained(LTX2VideoTransformer3DModel),
