@@ -80,6 +80,13 @@ def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
     return dataclasses.replace(req, primitives={**req.primitives, "image": Images(pixels=pixels)})
 
 
+def pixels_of(media: Images | Videos) -> torch.Tensor:
+    """uint8, as `media_bits` asks."""
+    pixels = media.frames if isinstance(media, Videos) else media.pixels
+    assert pixels.dtype == torch.uint8
+    return pixels
+
+
 @pytest.mark.parametrize(
     ("engine_name", "name"),
     [
@@ -98,7 +105,7 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
     pipeline: Any = pipeline_class(
         bundle(str(checkpoint)), FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0)
     )
-    engine = SERVED[engine_name].start(pipeline, checkpoint)
+    engine = SERVED[engine_name].start(pipeline, checkpoint, media_bits=8)
     try:
         guided = [] if world is not None else [GUIDED_TWICE if name.startswith("wan22") else GUIDED]
         for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *guided):
@@ -110,7 +117,9 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
             expected, found = direct(pipeline, req), track.segment
             assert float((found.latents - expected.latents).abs().max()) < TOLERANCE
             assert found.modality is expected.modality
-            assert isinstance(track.decoded, Videos if "num_frames" in changes else Images)
+            shown = pipeline.decode(found.clean_latents, found.params).in_bytes()
+            assert isinstance(shown, Videos if "num_frames" in changes else Images)
+            assert torch.equal(pixels_of(track.decoded), pixels_of(shown))
             if expected.sde_logp is not None:
                 assert float(replay_gap(pipeline, track).max()) < TOLERANCE
         weights = {

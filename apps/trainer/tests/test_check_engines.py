@@ -211,7 +211,7 @@ def findings(name, *overrides):
         ),
         (
             "wan22/animate",
-            ["parts/engine=vllm_omni", "parts/sync=lora", "~engine.media_bits"],
+            ["parts/engine=vllm_omni", "parts/sync=lora"],
             "the recipe has WanAnimateBundle. Set engine._target_: ",
         ),
         (
@@ -285,7 +285,6 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
             [
                 "parts/engine=vllm_omni",
                 "parts/sync=lora",
-                "~engine.media_bits",
                 "+sync.canary_image_size=64",
                 "eval.post_solver=euler",
             ],

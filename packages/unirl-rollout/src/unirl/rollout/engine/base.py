@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from unirl.rollout.checks import diffusion_params
 from unirl.types.errors import ConfigError
-from unirl.types.media import Primitive
+from unirl.types.media import Images, Primitive, Videos
 from unirl.types.protocols.engines import ChunkListener
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.roles import Collect, Dispatch, distributed
 from unirl.types.rollout import DiffusionPlan, RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
+
+MediaBits = Literal[8, 32]
+"""8 keeps media as uint8 until they are scored, a quarter of the memory; rewards then see pixels rounded to 1 / 255. 32
+keeps float32."""
 
 
 class BaseRolloutEngine(ABC):
@@ -150,6 +154,7 @@ class PipelineEngine(BaseDiffusionEngine):
 
     _pipeline: DiffusionPipeline
     _drops_text_encoders: bool
+    _media_bits: MediaBits = 32
 
     @distributed(Dispatch.RANK_ZERO, Collect.FIRST)
     def plan(self, params: DiffusionSamplingParams) -> DiffusionPlan:
@@ -182,6 +187,10 @@ class PipelineEngine(BaseDiffusionEngine):
         with self._pipeline.visiting_encoders():
             for batch in batches:
                 self._pipeline.encode_texts(batch.primitives, self._encoded_for(diffusion_params(batch)))
+
+    def _kept(self, media: Images | Videos | None) -> Images | Videos | None:
+        """Media in the form that the track keeps."""
+        return media.in_bytes() if media is not None and self._media_bits == 8 else media
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def drop_text_encoders(self) -> None:

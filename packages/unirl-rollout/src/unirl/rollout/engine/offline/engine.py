@@ -11,9 +11,10 @@ import dataclasses
 from typing import Annotated, ClassVar
 
 from unirl.rollout.checks import diffusion_params, pinned_sigmas, verify_segment
+from unirl.rollout.engine.base import MediaBits
 from unirl.rollout.engine.guidance_rules import dropout_problem
 from unirl.rollout.engine.offline.pictures import read_pictures, read_videos
-from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.sde.noise import keyed_uniform
 from unirl.types.bounds import Bounds, PositiveInt, bounded
 from unirl.types.conditions import NEGATIVE, Condition
@@ -104,7 +105,8 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
         )
         verify_segment(segment, sigmas, params)
         conditions = self._conditions(req, params)
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._kept(media))
+        decoded = self._kept(media) if self._decodes else None
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
         return RolloutResp(tracks={self._track: track})
 
     def _encoded_for(self, params: DiffusionSamplingParams) -> DiffusionSamplingParams:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from unirl.rollout.engine.base import MediaBits
 from unirl.rollout.engine.begun_latents import BegunLatents
 from unirl.rollout.engine.replica.base import ResumingSampling
-from unirl.rollout.engine.trainside.engine import MediaBits, TrainsideRolloutEngine
+from unirl.rollout.engine.trainside.engine import TrainsideRolloutEngine
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.protocols.models import ModelBundle, ResumingDiffusionPipeline

@@ -155,7 +155,7 @@ class ServedLatentsEngine(ChildEngine, PipelineEngine):
         stored = {**tensors, LATENTS: self._latents(tensors[LATENTS], tuple(call.own.noise_shape))}
         segment = latent_segment(stored, call.own, call.params, call.start, dtype=self._dtype, modality=self._modality)
         with torch.no_grad():
-            decoded = self._pipeline.decode(segment.clean_latents, call.params)
+            decoded = self._kept(self._pipeline.decode(segment.clean_latents, call.params))
         track = call.req.make_root_track(conditions=call.conditions, segment=segment, decoded=decoded)
         track.policy_versions = torch.full((call.req.batch_size,), answer.policy_version, dtype=torch.long)
         return RolloutResp(tracks={self._track: track})

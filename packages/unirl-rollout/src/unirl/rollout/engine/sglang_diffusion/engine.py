@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unirl.rollout.engine.base import MediaBits
 from unirl.rollout.engine.checkpoint import local_folder
 from unirl.rollout.engine.child.devices import process_variables
 from unirl.rollout.engine.child.messages import Message, MessageCodec
@@ -41,6 +42,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     See ChildEngine and ServedLatentsEngine. SGLang's diffusers backend is refused.
 
     pipeline: encodes prompts and decodes latents, as in training. forward_batch_size: samples denoised together.
+    media_bits: of decoded media, see `unirl.rollout.engine.base.MediaBits`.
     drop_text_encoders: encode every prompt of the run before it starts, then free the trainer's encoders.
     processes: see `EngineProcesses`. SGLang rounds latents to `dtype` between steps. `num_devices` splits SD3 by tensor
         parallelism, other families as SGLang chooses; `engine_args` are fields of sglang's ServerArgs ({"tp_size": 2}).
@@ -66,6 +68,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         policies: PolicyStore | None = None,
         *,
         forward_batch_size: PositiveInt,
+        media_bits: MediaBits = 32,
         drop_text_encoders: bool = False,
         track: str = "image",
         **processes: Any,  # Any: see EngineProcesses
@@ -75,6 +78,7 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
         self._family = family_of(folder)
         self._pipeline = pipeline
         self._forward_batch_size = forward_batch_size
+        self._media_bits = media_bits
         self._track = track
         self._modality = self._family.modality
         self._served = self._family.settings | (frozenset() if len(transformers(folder)) == 1 else {"guidance_scale_2"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,20 +19,17 @@ from unirl.rollout.checks import (
     step_noise_keys,
     verify_segment,
 )
-from unirl.rollout.engine.base import PipelineEngine
+from unirl.rollout.engine.base import MediaBits, PipelineEngine
 from unirl.rollout.engine.trainside.base import DirectSampling
 from unirl.rollout.engine.versions import mark_versions
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
 from unirl.types.errors import ConfigError
-from unirl.types.media import Images, Videos
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore
 from unirl.types.rollout import RolloutReq, RolloutResp
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-
-MediaBits = Literal[8, 32]
 
 
 class DiffuseArguments(TypedDict):
@@ -53,8 +50,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     forward_batch_size: samples denoised together; the memory knob of the rollout. If it equals the training
         micro-batch, replay one step at a time is bit-exact.
     policies: the backend, needed for rollouts under a named copy of the weights.
-    media_bits: 8 keeps media as uint8 until they are scored, a quarter of the memory; rewards then see pixels rounded
-        to 1 / 255. 32 keeps float32.
+    media_bits: of decoded media, see `MediaBits`.
     decode: decode latents to media. With false nothing is decoded, no images are saved, and no scorer may read media.
     drop_text_encoders: encode every prompt of the run before it starts, then free the encoders.
     dump_dir: where requests and responses are written as safetensors, one file per rollout and rank; None writes none.
@@ -128,9 +124,3 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
             "start_keys": req.init_noise_group_ids if params.init_same_noise else None,
             "own_steps": own_steps(req, params),
         }
-
-    def _kept(self, media: Images | Videos | None) -> Images | Videos | None:
-        """Media in the form that the track keeps."""
-        if media is None or not self._decodes:
-            return None
-        return media.in_bytes() if self._media_bits == 8 else media

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unirl.rollout.engine.base import MediaBits
 from unirl.rollout.engine.checkpoint import local_folder
 from unirl.rollout.engine.child.devices import process_variables
 from unirl.rollout.engine.child.messages import Message, MessageCodec
@@ -38,6 +39,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
     (BAGEL, HunyuanImage3) it draws images from texts and thoughts given as tokens.
 
     pipeline: encodes prompts and decodes latents, as in training. forward_batch_size: samples denoised together.
+    media_bits: of decoded media, see `unirl.rollout.engine.base.MediaBits`.
     drop_text_encoders: encode every prompt of the run before it starts, then free the trainer's encoders.
     processes: see `EngineProcesses`. Latents between steps are float32, whatever `dtype`. `num_devices` splits a
         transformer by tensor parallelism; `engine_args` are options of vLLM-Omni's Omni ({"enforce_eager": true}).
@@ -80,6 +82,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
         policies: PolicyStore | None = None,
         *,
         forward_batch_size: PositiveInt,
+        media_bits: MediaBits = 32,
         drop_text_encoders: bool = False,
         track: str = "image",
         **processes: Any,  # Any: see EngineProcesses
@@ -89,6 +92,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._family = family_of(folder)
         self._pipeline = pipeline
         self._forward_batch_size = forward_batch_size
+        self._media_bits = media_bits
         self._track = track
         self._modality = self._family.modality
         self._settings = self._family.settings
