@@ -68,6 +68,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     ),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
+BY_SGLANG = ("flux", "flux2_klein", "z_image", "qwen_image", "wan22", "wan_images", "wan22_images")
 
 
 def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
@@ -91,7 +92,7 @@ def pixels_of(media: Images | Videos) -> torch.Tensor:
     ("engine_name", "name"),
     [
         marked("sglang", "wan"),
-        *(nightly(marked("sglang", name)) for name in ("flux", "flux2_klein", "z_image", "qwen_image", "wan22")),
+        *(nightly(marked("sglang", name)) for name in BY_SGLANG),
         marked("vllm_omni", "qwen_image"),
         *(nightly(marked("vllm_omni", name)) for name in FAMILIES if name != "qwen_image"),
     ],

@@ -80,3 +80,21 @@ def test_sound_is_not_sent_as_json(recipe, transport, is_refused):
     found = recipe_findings(recipe, f"+reward.scorers.far={far}")
     said = [each for each in found if "far.transport = json carries no sound, which videos of LTX2Bundle have" in each]
     assert bool(said) == is_refused, found
+
+
+@pytest.mark.parametrize(
+    ("index", "config", "message"),
+    [
+        ({"expand_timesteps": True}, {}, "puts the first frame of Wan 2.2 TI2V-5B in its place itself"),
+        ({}, {"pos_embed_seq_len": 514}, "has no embedding of the places of two images"),
+        ({}, {"pos_embed_seq_len": None}, None),
+    ],
+)
+def test_frames_that_sglang_does_not_take_are_named(tmp_path, index, config, message):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    words = (f"bundle.pretrained_model={tmp_path}", "parts/engine=sglang_diffusion", "parts/sync=lora")
+    found = findings("wan21/i2v", *words, "+sync.canary_image_size=64", "eval.post_solver=euler")
+    said = [each for each in found if each.startswith("SGLangDiffusionEngine does not serve bundle.pretrained_model")]
+    assert [message in each for each in said] == ([True] if message else []), found

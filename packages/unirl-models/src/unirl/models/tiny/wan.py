@@ -82,8 +82,8 @@ def two_experts() -> Any:
     return pipeline_class(**experts, **shared_parts(), boundary_ratio=0.875)
 
 
-CLIP_TOKENS = 5
-"""Number of the features of an image."""
+CLIP_TOKENS = 257
+"""Number of the features of an image, which SGLang takes for granted."""
 
 
 def clip(model_class: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def clip(model_class: Any) -> dict[str, Any]:
         num_hidden_layers=2,
         num_attention_heads=2,
         image_size=32,
-        patch_size=16,
+        patch_size=2,
         projection_dim=8,
     )
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from unirl.rollout.engine.checkpoint import checkpoint_shapes
@@ -58,6 +58,18 @@ def boundary_of(folder: Path) -> float | None:
     if boundary is None:
         raise ConfigError(f"{folder} has two transformers and no boundary_ratio in its {INDEX_FILE}. Add it there.")
     return float(boundary)
+
+
+def linked(folder: Path, scratch: Path, file: str, changed: Mapping[str, object]) -> Path:
+    """A folder of links to another one's files, of which the JSON file `file` has some other values."""
+    links = scratch / "model"
+    links.mkdir()
+    for each in folder.iterdir():
+        if each.name != file:
+            (links / each.name).symlink_to(each)
+    said = json.loads((folder / file).read_text(encoding="utf-8"))
+    (links / file).write_text(json.dumps({**said, **changed}), encoding="utf-8")
+    return links
 
 
 def pushed_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -49,6 +49,8 @@ class SGLangDiffusionEngine(ServedLatentsEngine):
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.sglang_diffusion.rules"
+    takes_media: ClassVar[bool] = True
+    takes_media_of: ClassVar[tuple[str, ...] | None] = ("WanImageBundle",)
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
     renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC

@@ -6,7 +6,7 @@ Legend: B samples, K stored positions, L tokens, D width, p pixels on a side of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from unirl.rollout.engine.served_latents.folder import served_class, transformers
 from unirl.rollout.engine.served_latents.tokens import from_tokens
 from unirl.rollout.engine.sglang_diffusion.rules import WITHOUT_TOKEN_SPLITS, token_splits
-from unirl.types.conditions import Condition, TextEmbedCondition
+from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Modality
 from unirl.types.sampling import DiffusionSamplingParams
@@ -44,6 +44,11 @@ class Family:
     """SGLang's guidance scale for samples without guidance."""
     model_id_of_two: str | None = None
     """SGLang's name for a folder of two experts."""
+    loaded_as: str | None = None
+    """Pipeline class that SGLang is told to load instead, whose requests bring no images for its own processing."""
+    reads: Mapping[type[Condition], str] = field(default_factory=dict)
+    """Conditions besides texts that the model reads, as the trainer's pipeline has encoded them -> the field of
+    SGLang's request."""
     splits_tokens: bool = True
     """True if SGLang can split the tokens of a latent over devices. Its SD3 gives each part the positions of a whole
     latent and silently samples another image."""
@@ -76,6 +81,12 @@ class Family:
         """Encoded prompts as fields of SGLang's request. Raises ContractError for unsupported conditions."""
         fields: dict[str, Tensor] = {}
         for slot, condition in conditions.items():
+            if isinstance(condition, ImageLatentCondition) and type(condition) in self.reads:
+                fields[self.reads[type(condition)]] = condition.latents
+                continue
+            if isinstance(condition, ImageEmbedCondition) and type(condition) in self.reads:
+                fields[self.reads[type(condition)]] = condition.embeds
+                continue
             prefix = {"text": "", "negative_text": "negative_"}.get(slot)
             if prefix is None or not isinstance(condition, TextEmbedCondition):
                 raise ContractError(
@@ -142,6 +153,14 @@ SERVED: Mapping[str, Family] = {
         _padded_text,
         modality=Modality.VIDEO,
         model_id_of_two="Wan2.2-T2V-A14B-Diffusers",
+    ),
+    "WanImageToVideoPipeline": Family(
+        "Wan2.1-T2V-1.3B-Diffusers",
+        _padded_text,
+        modality=Modality.VIDEO,
+        model_id_of_two="Wan2.2-T2V-A14B-Diffusers",
+        loaded_as="WanPipeline",
+        reads={ImageLatentCondition: "image_latent", ImageEmbedCondition: "image_embeds"},
     ),
     "ZImagePipeline": Family("Z-Image", _ragged_text, frames_axis=2, unguided_scale=0.0),
 }

@@ -28,10 +28,11 @@ from unirl.rollout.engine.served_latents.call import (
     SampledLatents,
     SampleLatents,
 )
-from unirl.rollout.engine.served_latents.folder import TRANSFORMER, boundary_of, transformers
+from unirl.rollout.engine.served_latents.folder import INDEX_FILE, TRANSFORMER, boundary_of, linked, transformers
 from unirl.rollout.engine.served_latents.host import LatentsHost
+from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
-from unirl.rollout.engine.sglang_diffusion.worker_ext import CHECKSUM, DESCRIBE, GIVEN
+from unirl.rollout.engine.sglang_diffusion.worker_ext import CHECKSUM, DESCRIBE, GIVEN, IMAGE_LATENT
 from unirl.rollout.engine.written_for import SGLANG_DIFFUSION
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 
@@ -56,8 +57,11 @@ class EngineHost(LatentsHost):
         options = dict(start.engine_args)
         # Engines that start at the same time on one host would all find SGLang's default ports free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
+        family = family_of(self._folder)
+        changed = {} if family.loaded_as is None else {"_class_name": family.loaded_as}
+        loaded = linked(self._folder, Path(start.scratch_dir), INDEX_FILE, changed) if changed else self._folder
         self._generator = self._sgl.generator.from_pretrained(
-            model_path=start.model, backend="sglang", **(ports | options)
+            model_path=str(loaded), backend="sglang", **(ports | options)
         )
         threading.Thread(target=_end_with, args=(self._generator.local_scheduler_process,), daemon=True).start()
         self._facts: dict[str, Any] = json.loads(self._facts_of(DESCRIBE))  # Any: JSON
@@ -108,7 +112,10 @@ class EngineHost(LatentsHost):
         for name, tensor in sorted(tensors.items()):  # the second tensor of a field after the first
             field = name.partition(".")[0]
             value = tensor.tolist() if field.endswith("seq_lens") else tensor
-            setattr(request, field, [value] if field == name else [*getattr(request, field), value])
+            if field == IMAGE_LATENT:  # a tensor, where the other fields are lists of them
+                request.image_latent = value
+            else:
+                setattr(request, field, [value] if field == name else [*getattr(request, field), value])
         request.scheduler = self._scheduler(call.sigmas)
         request.timesteps = request.scheduler.timesteps
         request.extra[GIVEN] = {

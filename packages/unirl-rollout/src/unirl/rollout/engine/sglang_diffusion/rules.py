@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, REPLICA, TRANSFORMER
 from unirl.rollout.engine.served_latents.rules import (
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
     sampling_is_served,
 )
-from unirl.types.recipe import Messages, Part, Run
+from unirl.types.recipe import Machine, Messages, Part, Run
 
 WITHOUT_TOKEN_SPLITS = (
     "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
@@ -37,9 +40,42 @@ def tokens_are_together(own: Part, run: Run) -> Messages:
         yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}"
 
 
+FIRST_FRAMES = (
+    "SGLang 0.5.23 puts the first frame of Wan 2.2 TI2V-5B in its place itself, of an image that it encodes, and takes "
+    "no latents of it."
+)
+LAST_FRAMES = "SGLang 0.5.23 has no embedding of the places of two images, which Wan's first-last-frame model reads."
+
+
+def frames_are_served(own: Part, run: Run, machine: Machine) -> Messages:
+    """Models of given frames whose frames SGLang takes as they are encoded."""
+    del machine
+    bundle = run.policy.bundle
+    folder = Path(str(bundle.get("pretrained_model"))).expanduser()
+    if "WanImageBundle" not in bundle.class_names or not folder.is_dir():
+        return
+    index, config = (_said(folder / file) for file in (INDEX_FILE, f"{TRANSFORMER}/{CONFIG_FILE}"))
+    for is_it, reason in (
+        (index.get("expand_timesteps"), FIRST_FRAMES),
+        (config.get("pos_embed_seq_len"), LAST_FRAMES),
+    ):
+        if is_it:
+            yield (
+                f"{own.name} does not serve {bundle.at}.pretrained_model: {reason} Set {own.at}._target_: {REPLICA}, "
+                "which serves every family."
+            )
+
+
+def _said(file: Path) -> dict[str, object]:
+    """A JSON file; empty where there is none, which loading the model says."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+MACHINE_RULES = (frames_are_served,)
 RULES = (
     family_is_served(
         ("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle"),
+        without=("WanAnimateBundle",),
         reasons={"QwenImageEditBundle": EDITS_ALONE},
     ),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),

@@ -37,7 +37,9 @@ own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
-_ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds")
+IMAGE_LATENT = "image_latent"
+"""Field of a request with the latents of given frames and their mask."""
+_ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds", "image_embeds")
 """Fields of a request that its encoded prompts are in. SGLang moves initial latents to its device, but these not."""
 _LEVELS = 1000.0
 """Scale of a transformer's guidance and noise-level inputs: 1 is passed as 1000."""
@@ -93,6 +95,8 @@ def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> An
         given: Any = getattr(batch, field, None)
         if given is not None:
             setattr(batch, field, [tensor.to(device) for tensor in given])
+    if batch.image_latent is not None:
+        batch.image_latent = batch.image_latent.to(device)
     batch.timesteps = batch.timesteps.to(device)
     for name in ("timesteps", "sigmas"):
         setattr(batch.scheduler, name, getattr(batch.scheduler, name).to(device))

@@ -17,7 +17,7 @@ from unirl.rollout.engine.checkpoint import part_shapes
 from unirl.rollout.engine.child.adapter import SentAdapter
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
-from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, served_class
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, linked, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.served_latents.ranks import failures
 from unirl.rollout.engine.vllm_omni.families import Family, family_of
@@ -136,21 +136,13 @@ def _loadable(folder: Path, scratch: Path, family: Family) -> Path:
     """The folder itself, or one of links to its files of which one says something else: the configuration of a small
     BAGEL, which then allows the 512 x 512 image of vLLM-Omni's warm-up (the number of positions is read from the
     weights), or the index of a family that is loaded as another."""
-    file = folder / (CONFIG_FILE if family.loaded_as is None else INDEX_FILE)
-    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if family.loaded_as is not None:
-        changed = {"_class_name": family.loaded_as}
-    elif said.get("model_type") == "bagel" and said.get("max_latent_size", _WARM_UP_TOKENS) < _WARM_UP_TOKENS:
-        changed = {"max_latent_size": _WARM_UP_TOKENS}
-    else:
-        return folder
-    linked = scratch / "model"
-    linked.mkdir()
-    for each in folder.iterdir():
-        if each.name != file.name:
-            (linked / each.name).symlink_to(each)
-    (linked / file.name).write_text(json.dumps({**said, **changed}))
-    return linked
+        return linked(folder, scratch, INDEX_FILE, {"_class_name": family.loaded_as})
+    file = folder / CONFIG_FILE
+    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if said.get("model_type") == "bagel" and said.get("max_latent_size", _WARM_UP_TOKENS) < _WARM_UP_TOKENS:
+        return linked(folder, scratch, CONFIG_FILE, {"max_latent_size": _WARM_UP_TOKENS})
+    return folder
 
 
 def _one_stage(topology: str, num_devices: int, has_experts: bool) -> dict[str, Any]:  # Any: vLLM-Omni's own
