@@ -81,11 +81,9 @@ class Family:
         """Encoded prompts as fields of SGLang's request. Raises ContractError for unsupported conditions."""
         fields: dict[str, Tensor] = {}
         for slot, condition in conditions.items():
-            if isinstance(condition, ImageLatentCondition) and type(condition) in self.reads:
-                fields[self.reads[type(condition)]] = condition.latents
-                continue
-            if isinstance(condition, ImageEmbedCondition) and type(condition) in self.reads:
-                fields[self.reads[type(condition)]] = condition.embeds
+            name = self.reads.get(type(condition))
+            if name is not None and isinstance(condition, ImageLatentCondition | ImageEmbedCondition):
+                fields[name] = condition.latents if isinstance(condition, ImageLatentCondition) else condition.embeds
                 continue
             prefix = {"text": "", "negative_text": "negative_"}.get(slot)
             if prefix is None or not isinstance(condition, TextEmbedCondition):
