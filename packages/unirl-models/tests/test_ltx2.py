@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from unirl.models.tiny.ltx2 import AUDIO_PER_SECOND, FPS
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts, Videos
 
 from .families.kit import Loaded, load, pinned, relative
-from .families.ltx2 import AUDIO_PER_SECOND, FPS
 
 
 @pytest.fixture(scope="module")

@@ -2,143 +2,23 @@
 
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
-from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from torch import Tensor
 
 from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
-from unirl.models.tiny.images import dynamic_scheduler
-
-from ..tiny_text import text_tokenizer
-from .kit import Family, Published, Request, seeded, stock_call
-
-CHANNELS, AUDIO_CHANNELS, MEL_BINS = 8, 2, 4
-"""Sizes of latents."""
-SPATIAL, TEMPORAL, AUDIO_PER_SECOND, FPS = 8, 8, 25, 24
-VIDEO_MOMENTS = torch.linspace(-0.3, 0.4, CHANNELS), torch.linspace(0.5, 2.0, CHANNELS)
-AUDIO_MOMENTS = (
-    torch.linspace(0.2, -0.2, AUDIO_CHANNELS * MEL_BINS),
-    torch.linspace(1.5, 0.7, AUDIO_CHANNELS * MEL_BINS),
+from unirl.models.tiny.ltx2 import (
+    AUDIO_CHANNELS,
+    AUDIO_MOMENTS,
+    CHANNELS,
+    MEL_BINS,
+    SPATIAL,
+    TEMPORAL,
+    VIDEO_MOMENTS,
+    pipeline,
 )
 
-
-def gemma() -> Any:
-    """Two layers of width 16."""
-    return transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(
-            text_config={
-                "vocab_size": 300,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "initializer_range": 0.2,
-            },
-            vision_config={
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "image_size": 28,
-                "patch_size": 14,
-            },
-            mm_tokens_per_image=4,
-            image_token_index=299,
-            boi_token_index=298,
-            eoi_token_index=297,
-        )
-    )
-
-
-def connectors() -> Any:
-    """One layer for each stream; eight registers stand for the padding."""
-    stream = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": 8}
-    both = {f"{name}_connector_{key}": value for name in ("video", "audio") for key, value in stream.items()}
-    return LTX2TextConnectors(caption_channels=16, text_proj_in_factor=3, **both)
-
-
-def _with_moments(vae: Any, moments: tuple[Tensor, Tensor]) -> Any:
-    vae.latents_mean.copy_(moments[0])
-    vae.latents_std.copy_(moments[1])
-    return vae
-
-
-def tiny_vae() -> Any:
-    """Factors of 8 on a side (32 in the real one) and 8 in time."""
-    vae = diffusers.AutoencoderKLLTX2Video(
-        latent_channels=CHANNELS,
-        block_out_channels=(8, 16, 32, 64),
-        decoder_block_out_channels=(8, 16, 32),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1),
-        patch_size=1,
-        spatial_compression_ratio=SPATIAL,
-        temporal_compression_ratio=TEMPORAL,
-    )
-    return _with_moments(vae, VIDEO_MOMENTS)
-
-
-def tiny_audio_vae() -> Any:
-    """Sixteen mel bins, four in a latent."""
-    vae = diffusers.AutoencoderKLLTX2Audio(
-        base_channels=AUDIO_CHANNELS * MEL_BINS, num_res_blocks=1, latent_channels=AUDIO_CHANNELS, mel_bins=4 * MEL_BINS
-    )
-    return _with_moments(vae, AUDIO_MOMENTS)
-
-
-def tiny_vocoder() -> Any:
-    """Two channels at 400 samples per second."""
-    return LTX2Vocoder(
-        in_channels=8 * MEL_BINS,
-        hidden_channels=16,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3]],
-        output_sampling_rate=400,
-    )
-
-
-def tiny_transformer(**changes: Any) -> Any:
-    """Two blocks of two heads."""
-    fields: dict[str, Any] = {
-        "in_channels": CHANNELS,
-        "out_channels": CHANNELS,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "vae_scale_factors": (TEMPORAL, SPATIAL, SPATIAL),
-        "audio_in_channels": AUDIO_CHANNELS * MEL_BINS,
-        "audio_out_channels": AUDIO_CHANNELS * MEL_BINS,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 8,
-        "audio_cross_attention_dim": 16,
-        "num_layers": 2,
-        "caption_channels": 16,
-    }
-    return diffusers.LTX2VideoTransformer3DModel(**fields | changes)
-
-
-def tiny() -> Any:
-    pipeline_class: Any = diffusers.LTX2Pipeline
-    return pipeline_class(
-        scheduler=dynamic_scheduler(
-            base_image_seq_len=1024, max_image_seq_len=4096, base_shift=0.95, max_shift=2.05, shift_terminal=0.1
-        ),
-        vae=tiny_vae(),
-        audio_vae=tiny_audio_vae(),
-        text_encoder=gemma(),
-        tokenizer=text_tokenizer(),
-        connectors=connectors(),
-        transformer=tiny_transformer(),
-        vocoder=tiny_vocoder(),
-    )
+from .kit import Family, Published, Request, seeded, stock_call
 
 
 def parts(latents: Tensor, request: Request) -> tuple[Tensor, Tensor]:
@@ -193,7 +73,7 @@ FAMILIES = [
         name="ltx2_t2v",
         bundle=LTX2Bundle,
         pipeline=LTX2Pipeline,
-        tiny=seeded(tiny),
+        tiny=seeded(pipeline),
         params=PARAMS,
         other_size={"height": 32, "width": 64, "num_frames": 17},
         call=call,
