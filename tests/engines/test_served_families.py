@@ -21,9 +21,11 @@ from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
+from unirl.models.ltx2.bundle import LTX2Bundle
+from unirl.models.ltx2.pipeline import LTX2Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
-from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
+from unirl.models.tiny import flux1, hunyuan_video15, ltx2, wan, z_image
 from unirl.models.wan.bundle import WanBundle, WanImageBundle
 from unirl.models.wan.pipeline import WanImagePipeline, WanPipeline
 from unirl.models.z_image.bundle import ZImageBundle
@@ -59,6 +61,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
     "wan_first_images": (None, wan.write_image_to_video_first_frame, WanImageBundle, WanImagePipeline, FIRST),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
+    "ltx2": (None, ltx2.write, LTX2Bundle, LTX2Pipeline, {"num_frames": 9, "max_sequence_length": 64}),
     "hunyuan_video15_images": (
         None,
         hunyuan_video15.write_image_to_video,

@@ -9,7 +9,7 @@ from rollout_fakes import PARAMS
 
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.rollout.engine.vllm_omni.families import SERVED, family_of, text_tensors
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Frames, Pictures, Text
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Frames, Pictures, Text, VideoAndSound
 from unirl.types.conditions import ImageEmbedCondition, ImageLatentCondition, ImagePatchCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 
@@ -180,6 +180,21 @@ def test_the_frame_of_hunyuan_video_is_in_the_channels_behind_the_latents():
     assert own["hidden_states"][0, :, 1, 0, 0].tolist() == [7, 7, 0, 0, 0]
     assert torch.equal(own["image_embeds"], features)
     assert not x[:, 2:].any()
+
+
+def test_a_latent_of_video_and_sound_is_put_together_as_it_was():
+    latents = torch.arange(2.0 * (12 + 12)).view(2, 24)
+    both = VideoAndSound(video=(3, 1, 2, 2), sound=(2, 3, 2), text_width=4)
+    own = both.beside({"hidden_states": latents, "encoder_hidden_states": torch.arange(6.0).expand(2, 1, 6)})
+    assert own["hidden_states"].shape == (2, 4, 3)  # a token per place, of three channels
+    assert own["audio_hidden_states"].shape == (2, 3, 4)  # a token per step, of two channels and two bins
+    assert own["encoder_hidden_states"][0, 0].tolist() == [0, 1, 2, 3]
+    assert own["audio_encoder_hidden_states"][0, 0].tolist() == [4, 5]
+
+    def transformer(hidden_states, audio_hidden_states, **others):
+        return hidden_states, audio_hidden_states
+
+    assert torch.equal(NATIVE["LTX2Pipeline"].forward(transformer, own), latents)
 
 
 def test_a_first_frame_stays_in_its_place():

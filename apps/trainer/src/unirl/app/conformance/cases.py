@@ -17,7 +17,7 @@ from unirl.app.conformance.small_models import write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.models.tiny import flux1, hunyuan_video15, wan, z_image
+from unirl.models.tiny import flux1, hunyuan_video15, ltx2, wan, z_image
 
 Recipe = dict[str, Any]  # Any: a recipe's values
 Kind = Literal["latents", "text"]
@@ -65,6 +65,7 @@ MODELS: Mapping[str, Model] = {
         shows_media=True,
         write=hunyuan_video15.write_image_to_video,
     ),
+    "ltx2": Model("latents", "ltx2_small", "moves", write=ltx2.write),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
 }

@@ -89,6 +89,7 @@ SERVED: Mapping[str, Family] = {
         loaded_as="HunyuanVideo15Pipeline",
         reads=(ImageLatentCondition, ImageEmbedCondition),
     ),
+    "LTX2Pipeline": Family(Modality.VIDEO),
     "bagel": Family(
         worker="bagel.GivenBagelPipeline",
         topology="bagel_single_stage",

@@ -47,6 +47,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         self.device = _device()
         self.native = NATIVE[served_class(folder, NATIVE, "vLLM-Omni")]
         self.boundary = boundary_of(folder)
+        self.folder = folder
         self._dit_modules = list(transformers(folder))
         for name in self._dit_modules:
             setattr(self, name, self.native.build(od_config, folder / name))
@@ -93,14 +94,16 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         return velocity
 
     def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Given]]:
-        """All rows with their given frames; empty without."""
+        """All rows with their given frames, or with where the parts of their latents are; empty without."""
+        rows, transformer = list(range(call.num_samples)), getattr(self, TRANSFORMER)
+        if self.native.streams is not None:
+            return [(rows, self.native.streams(self.folder, transformer, call))]
         latents, features = (
             next((tensor for name, tensor in tensors.items() if name.endswith(end)), None) for end in (FRAMES, FEATURES)
         )
         if latents is None:
             return []
-        given = self.native.given_frames(latents, features, getattr(self, TRANSFORMER))
-        return [(list(range(call.num_samples)), given)]
+        return [(rows, self.native.given_frames(latents, features, transformer))]
 
     def _predicted(
         self,

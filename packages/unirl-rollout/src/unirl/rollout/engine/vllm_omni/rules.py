@@ -20,6 +20,7 @@ BUNDLES = (
     "WanImageBundle",
     "ZImageBundle",
     "HunyuanVideo15Bundle",
+    "LTX2Bundle",
     "BagelBundle",
     "HunyuanImage3Bundle",
 )

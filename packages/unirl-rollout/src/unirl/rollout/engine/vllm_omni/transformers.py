@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unirl.rollout.engine.served_latents.call import SampleLatents
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE
 from unirl.rollout.engine.served_latents.tokens import as_tokens, from_tokens
 from unirl.sde.known_latents import towards
@@ -26,6 +27,9 @@ from unirl.types.errors import ContractError
 
 _MODELS = "vllm_omni.diffusion.models"
 _TIMESTEPS_PER_SIGMA = 1000.0
+_CHANNELS_OF_SOUND = "channels_of_sound"
+_FRAMES_PER_SECOND = 24.0
+"""Of LTX-2, by which its attention places frames next to sound."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,37 @@ class MaskedFirstFrame:
         return {**inputs, "hidden_states": x, "image_embeds": self.features.to(x.dtype)}
 
 
-Given = Pictures | Frames | FirstFrame | MaskedFirstFrame
-"""What samples have besides texts."""
+@dataclass(frozen=True)
+class VideoAndSound:
+    """The two parts of a latent of LTX-2, one after the other: video [C, f, h, w], then sound [A, P, M]. Texts have
+    features for each of them."""
+
+    video: tuple[int, int, int, int]
+    sound: tuple[int, int, int]
+    text_width: int
+    """Numbers of a text's token that are for the video."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward on the tokens of both."""
+        video, sound = inputs["hidden_states"].split([math.prod(self.video), math.prod(self.sound)], dim=1)
+        _, frames, height, width = self.video
+        text = inputs["encoder_hidden_states"]
+        return {
+            **inputs,
+            "encoder_hidden_states": text[..., : self.text_width],
+            "audio_encoder_hidden_states": text[..., self.text_width :],
+            "hidden_states": video.unflatten(1, self.video).flatten(2).transpose(1, 2),
+            "audio_hidden_states": sound.unflatten(1, self.sound).transpose(1, 2).flatten(2),
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "audio_num_frames": self.sound[1],
+            _CHANNELS_OF_SOUND: self.sound[0],
+        }
+
+
+Given = Pictures | Frames | FirstFrame | MaskedFirstFrame | VideoAndSound
+"""What a forward needs to know of samples besides their latents and texts."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +189,10 @@ GivenFrames = Callable[[Tensor, Tensor | None, Any], Given]
 """(latents of given frames, features of their images, transformer) -> what a forward gets of them."""
 
 
+Streams = Callable[[Path, Any, SampleLatents], Given]
+"""(pipeline folder, transformer, call) -> where the parts of a latent are."""
+
+
 def _no_frames(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
     raise ContractError("this family has no given frames")
 
@@ -177,6 +214,8 @@ class Native:
     mend: Callable[[Any], None] = _mend_nothing
     """Corrects a transformer that was built."""
     given_frames: GivenFrames = _no_frames
+    streams: Streams | None = None
+    """None where a latent is one image or video."""
     unguided_scale: float = 1.0
     """The trainer's guidance scale for samples without guidance; vLLM-Omni's is 1."""
     text_block: int = 0
@@ -334,6 +373,45 @@ def _hunyuan_frames(latents: Tensor, features: Tensor | None, transformer: Any) 
     return MaskedFirstFrame(latents, features)
 
 
+def _ltx2(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str, Any]:
+    text, timestep_B = texts["text"], sigma_B * _TIMESTEPS_PER_SIGMA
+    return {
+        "hidden_states": x,
+        "timestep": timestep_B[:, None],
+        "sigma": timestep_B,
+        "encoder_hidden_states": text.embeds,
+        "encoder_attention_mask": _mask(text),
+        "audio_encoder_attention_mask": _mask(text),
+        "fps": _FRAMES_PER_SECOND,
+    }
+
+
+def _ltx2_streams(folder: Path, transformer: Any, call: SampleLatents) -> Given:
+    time, side, _ = transformer.config.vae_scale_factors
+    video = (
+        transformer.config.in_channels,
+        (call.num_frames - 1) // time + 1,
+        call.height // side,
+        call.width // side,
+    )
+    vae, connectors = (
+        json.loads((folder / name / CONFIG_FILE).read_text(encoding="utf-8")) for name in ("audio_vae", "connectors")
+    )
+    rest, width = math.prod(call.noise_shape) - math.prod(video), transformer.config.audio_in_channels
+    channels = vae["latent_channels"]
+    text_width = connectors["video_connector_num_attention_heads"] * connectors["video_connector_attention_head_dim"]
+    return VideoAndSound(video, (channels, rest // width, width // channels), text_width)
+
+
+def _ltx2_forward(transformer: Any, inputs: dict[str, Any]) -> Tensor:
+    """[B, N] as a latent lies."""
+    inputs = dict(inputs)
+    channels = inputs.pop(_CHANNELS_OF_SOUND)
+    video, sound = transformer(**inputs, return_dict=False)
+    sound = sound.unflatten(2, (channels, -1)).transpose(1, 2)
+    return torch.cat([video.transpose(1, 2).flatten(1), sound.flatten(1)], dim=1)
+
+
 def _mask(text: Text) -> Tensor:
     return torch.ones(text.embeds.shape[:2], device=text.embeds.device) if text.mask is None else text.mask
 
@@ -386,5 +464,12 @@ NATIVE: Mapping[str, Native] = {
     "WanImageToVideoPipeline": _WAN,
     "HunyuanVideo15Pipeline": _HUNYUAN_VIDEO15,
     "HunyuanVideo15ImageToVideoPipeline": _HUNYUAN_VIDEO15,
+    "LTX2Pipeline": Native(
+        "ltx2.ltx2_transformer",
+        "LTX2VideoTransformer3DModel",
+        _ltx2,
+        forward=_ltx2_forward,
+        streams=_ltx2_streams,
+    ),
 }
 """Pipeline class in a checkpoint's index -> transformer."""
