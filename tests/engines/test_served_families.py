@@ -15,8 +15,8 @@ from tiny_pipelines import save_qwen_image
 
 import unirl.worlds.moves
 import unirl.worlds.shapes
-from unirl.models.flux.bundle import FluxBundle
-from unirl.models.flux.pipeline import FluxPipeline
+from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBundle
+from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
@@ -49,11 +49,14 @@ EXPERTS = {"num_frames": 5, "max_sequence_length": 64}
 LONG = " ".join(["a picture of"] * 8)
 """Fills more blocks of tokens than the short prompts do, after which Z-Image places its images."""
 IMAGES = {"num_frames": 5}
+BY_INPUT = {"distilled_guidance_scale": 2.0}
+KONTEXT = {**LONGER, **BY_INPUT, "sampler_kwargs": {"keeps_reference_size": True}}
+SHORT = {"max_sequence_length": 6}
 FIRST = {"num_frames": 5, "height": 32, "width": 64}
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
     "wan": (unirl.worlds.moves, "checkpoint", WanBundle, WanPipeline, {"num_frames": 5, "max_sequence_length": 7}),
-    "flux": (None, flux1.write, FluxBundle, FluxPipeline, {**LONGER, "width": 48, "distilled_guidance_scale": 2.0}),
+    "flux": (None, flux1.write, FluxBundle, FluxPipeline, {**LONGER, **BY_INPUT, "width": 48}),
     "z_image": (None, z_image.write, ZImageBundle, ZImagePipeline, {**LONGER, "height": 64, "width": 96}),
     "qwen_image": (None, save_qwen_image, QwenImageBundle, QwenImagePipeline, {**LONGER, "width": 64}),
     "wan22": (None, wan.write_two_experts, WanBundle, WanPipeline, EXPERTS),
@@ -61,6 +64,9 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
     "wan_first_images": (None, wan.write_image_to_video_first_frame, WanImageBundle, WanImagePipeline, FIRST),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
+    "flux2_klein_images": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, SHORT),
+    "flux_kontext_images": (None, flux1.write_kontext, FluxKontextBundle, FluxKontextPipeline, KONTEXT),
+    "flux_fill_images": (None, flux1.write_fill, FluxFillBundle, FluxFillPipeline, {**LONGER, **BY_INPUT}),
     "ltx2": (None, ltx2.write, LTX2Bundle, LTX2Pipeline, {"num_frames": 9, "max_sequence_length": 64}),
     "hunyuan_video15_images": (
         None,
@@ -80,8 +86,11 @@ def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
         return request(pipeline, **changes)
     changes.setdefault("max_sequence_length", None)
     req = request(pipeline, **changes)
-    pixels = torch.rand(req.batch_size, 3, 40, 56, generator=torch.Generator().manual_seed(0))
-    return dataclasses.replace(req, primitives={**req.primitives, "image": Images(pixels=pixels)})
+    generator = torch.Generator().manual_seed(0)
+    given = {"image": Images(pixels=torch.rand(req.batch_size, 3, 40, 56, generator=generator))}
+    if "fill" in name:
+        given["mask"] = Images(pixels=torch.rand(req.batch_size, 3, 40, 56, generator=generator).round())
+    return dataclasses.replace(req, primitives={**req.primitives, **given})
 
 
 def pixels_of(media: Images | Videos) -> torch.Tensor:
@@ -111,7 +120,9 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
     )
     engine = SERVED[engine_name].start(pipeline, checkpoint, media_bits=8)
     try:
-        guided = [] if world is not None else [GUIDED_TWICE if name.startswith("wan22") else GUIDED]
+        guided = [GUIDED_TWICE if name.startswith("wan22") else GUIDED]
+        if world is not None or bundle is FluxFillBundle:  # which has no negative prompt
+            guided = []
         for more in ({}, {"sde_indices": [1, 3]}, {"eta": 0.0}, *guided):
             req = asked(pipeline, name, **changes, **more)
             if world is None:

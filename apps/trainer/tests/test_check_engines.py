@@ -345,7 +345,7 @@ def test_images_of_the_data_that_no_model_would_read_are_refused_by_name(tmp_pat
     assert any(message.format(key=key, file=file) in each for each in found), found
 
 
-@pytest.mark.parametrize(("bundle", "is_refused"), [("flux2_klein.bundle.Flux2KleinBundle", True), (EDITS, False)])
+@pytest.mark.parametrize(("bundle", "is_refused"), [("sd3.controlnet.SD3ControlNetBundle", True), (EDITS, False)])
 def test_an_engine_takes_the_images_of_the_models_that_it_names(tmp_path, bundle, is_refused):
     Image.new("RGB", (4, 4)).save(tmp_path / "cat.png")
     file = tmp_path / "rows.jsonl"

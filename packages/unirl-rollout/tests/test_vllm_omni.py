@@ -182,6 +182,28 @@ def test_the_frame_of_hunyuan_video_is_in_the_channels_behind_the_latents():
     assert not x[:, 2:].any()
 
 
+@pytest.mark.parametrize(
+    ("name", "axes", "times"), [("FluxKontextPipeline", 3, [1, 2]), ("Flux2KleinPipeline", 4, [10, 20])]
+)
+def test_each_reference_has_its_own_time(name, axes, times):
+    tokens = torch.ones(2, 3, 5)
+    own = {"hidden_states": torch.zeros(2, 4, 5), "img_ids": torch.zeros(4, axes, dtype=torch.int64)}
+    placed = NATIVE[name].pictures(tokens, ((1, 1, 1), (1, 1, 2))).beside(own)
+    assert placed["hidden_states"].shape == (2, 7, 5)
+    assert placed["img_ids"][:, 0].tolist() == [0] * 4 + [times[0]] + [times[1]] * 2
+    assert placed["img_ids"][-1].tolist() == [times[1], 0, 1, *[0] * (axes - 3)]
+
+
+def test_what_surrounds_a_hole_is_next_to_each_token():
+    own = (
+        NATIVE["FluxFillPipeline"]
+        .given_frames(torch.ones(1, 3, 4, 4), None, None)
+        .beside({"hidden_states": torch.zeros(1, 4, 8)})
+    )
+    assert own["hidden_states"].shape == (1, 4, 20)
+    assert own["hidden_states"][0, 0].tolist() == [0.0] * 8 + [1.0] * 12
+
+
 def test_a_latent_of_video_and_sound_is_put_together_as_it_was():
     latents = torch.arange(2.0 * (12 + 12)).view(2, 24)
     both = VideoAndSound(video=(3, 1, 2, 2), sound=(2, 3, 2), text_width=4)

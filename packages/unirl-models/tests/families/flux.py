@@ -8,7 +8,7 @@ from torch import Tensor
 from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBundle
 from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from unirl.models.patches import packed_2x2, unpacked_2x2
-from unirl.models.tiny.flux1 import parts, pipeline
+from unirl.models.tiny.flux1 import fill, kontext, parts, pipeline
 from unirl.types.media import ImageLists
 
 from .kit import Family, Published, Request, seeded, stock_call
@@ -22,18 +22,11 @@ def schnell() -> Any:
     return pipeline_class(**{**parts(guidance_embeds=False), "scheduler": scheduler})
 
 
-def kontext() -> Any:
-    pipeline_class: Any = diffusers.FluxKontextPipeline
-    return pipeline_class(**parts())
-
-
-def fill() -> Any:
-    """Beside 16 latent channels of a token 16 of the image and 4 x 4 of the mask."""
-    pipeline_class: Any = diffusers.FluxFillPipeline
-    built = parts(in_channels=48, out_channels=16)
-    # The stock pipeline draws from the posterior of the image, ours takes its mode: here they are the same.
-    built["vae"] = certain(built["vae"])
-    return pipeline_class(**built)
+def certain_fill() -> Any:
+    """The stock pipeline draws from the posterior of the image, ours takes its mode: here they are the same."""
+    built = fill()
+    built.vae = certain(built.vae)
+    return built
 
 
 def call(request: Request) -> dict[str, Any]:
@@ -117,7 +110,7 @@ FAMILIES = [
         name="flux_fill",
         bundle=FluxFillBundle,
         pipeline=FluxFillPipeline,
-        tiny=seeded(fill),
+        tiny=seeded(certain_fill),
         params={**PARAMS, "guidance_scale": 1.0, "negative_prompt": None},
         call=fill_call,
         from_stock=from_stock,

@@ -48,6 +48,28 @@ def pipeline() -> Any:
     return pipeline_class(**parts())
 
 
+def kontext() -> Any:
+    """That of Kontext, which changes an image."""
+    pipeline_class: Any = diffusers.FluxKontextPipeline
+    return pipeline_class(**parts())
+
+
+def fill() -> Any:
+    """That of Fill: next to 16 latent channels of a token 16 of the image and 4 x 4 of the mask."""
+    pipeline_class: Any = diffusers.FluxFillPipeline
+    return pipeline_class(**parts(in_channels=48, out_channels=16))
+
+
 def write(folder: Path) -> None:
     """A folder of random weights, seed 0."""
     save_random(pipeline, folder)
+
+
+def write_kontext(folder: Path) -> None:
+    """A folder of random weights of Kontext, seed 0."""
+    save_random(kontext, folder)
+
+
+def write_fill(folder: Path) -> None:
+    """A folder of random weights of Fill, seed 0."""
+    save_random(fill, folder)

@@ -51,6 +51,9 @@ class VLLMOmniEngine(ServedLatentsEngine):
         "QwenImageEditBundle",
         "WanImageBundle",
         "HunyuanVideo15ImageBundle",
+        "Flux2KleinBundle",
+        "FluxKontextBundle",
+        "FluxFillBundle",
     )
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
     renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}

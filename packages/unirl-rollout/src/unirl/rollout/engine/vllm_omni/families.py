@@ -34,6 +34,8 @@ INTERVAL = "guidance_interval"
 """Key of `sampler_kwargs`: the two noise levels between which steps are guided."""
 DISTILLED_GUIDANCE = "distilled_guidance_scale"
 """Sampling setting, and its key in a call's layout: guidance that the model takes as an input."""
+FAMILY = "family"
+"""Key of the arguments of a custom pipeline: the class in the index of the checkpoint, whatever it is loaded as."""
 FULL_TEXT = 512
 """Text length if `max_sequence_length` is not set, for families that attend to padding."""
 
@@ -71,7 +73,16 @@ SERVED: Mapping[str, Family] = {
     "QwenImageEditPipeline": Family(loaded_as="QwenImagePipeline", reads=(ImagePatchCondition,)),
     "QwenImageEditPlusPipeline": Family(loaded_as="QwenImagePipeline", reads=(ImagePatchCondition,)),
     "FluxPipeline": Family(served=frozenset({DISTILLED_GUIDANCE})),
-    "Flux2KleinPipeline": Family(),
+    "FluxKontextPipeline": Family(
+        loaded_as="FluxPipeline",
+        reads=(ImagePatchCondition,),
+        settings=frozenset({"keeps_reference_size"}),
+        served=frozenset({DISTILLED_GUIDANCE}),
+    ),
+    "FluxFillPipeline": Family(
+        loaded_as="FluxPipeline", reads=(ImageLatentCondition,), served=frozenset({DISTILLED_GUIDANCE})
+    ),
+    "Flux2KleinPipeline": Family(reads=(ImagePatchCondition,)),
     "ZImagePipeline": Family(),
     # With an image the first frame of TI2V-5B, whose index names this class too.
     "WanPipeline": Family(Modality.VIDEO, attends_to_padding=True, reads=(ImageLatentCondition,)),

@@ -20,7 +20,7 @@ from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLaten
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, linked, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.served_latents.ranks import failures
-from unirl.rollout.engine.vllm_omni.families import Family, family_of
+from unirl.rollout.engine.vllm_omni.families import FAMILY, SERVED, Family, family_of
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.rollout.engine.written_for import VLLM_OMNI
@@ -48,7 +48,10 @@ class EngineHost(LatentsHost):
             options |= {"deploy_config": str(stages), "trust_remote_code": True}
         self._engine: Any = self._omni.engine(
             model=str(_loadable(folder, Path(start.scratch_dir), family)),
-            custom_pipeline_args={"pipeline_class": f"{_PACKAGE}.{family.worker}"},
+            custom_pipeline_args={
+                "pipeline_class": f"{_PACKAGE}.{family.worker}",
+                FAMILY: served_class(folder, SERVED, "vLLM-Omni"),
+            },
             worker_extension_cls=f"{_PACKAGE}.worker_ext.PushExtension",
             **options,
         )

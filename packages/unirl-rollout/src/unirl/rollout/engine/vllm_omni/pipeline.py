@@ -21,12 +21,11 @@ from unirl.rollout.engine.served_latents.folder import (
     SECOND_EXPERT,
     TRANSFORMER,
     boundary_of,
-    served_class,
     transformers,
 )
-from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, FEATURES, FRAMES, NEGATIVE, PATCHES
+from unirl.rollout.engine.vllm_omni.families import DISTILLED_GUIDANCE, FAMILY, FEATURES, FRAMES, NEGATIVE, PATCHES
 from unirl.rollout.engine.vllm_omni.sampling import SamplesGivenLatents
-from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Given, Pictures, Text, Texts
+from unirl.rollout.engine.vllm_omni.transformers import NATIVE, FirstFrame, Given, Text, Texts
 from unirl.sde.loop import Velocity
 from unirl.types.batch import rows_by
 
@@ -45,7 +44,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         folder = Path(od_config.model)
         self.od_config = od_config
         self.device = _device()
-        self.native = NATIVE[served_class(folder, NATIVE, "vLLM-Omni")]
+        self.native = NATIVE[od_config.custom_pipeline_args[FAMILY]]
         self.boundary = boundary_of(folder)
         self.folder = folder
         self._dit_modules = list(transformers(folder))
@@ -75,7 +74,7 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         """Velocity of the transformer of each level, guided if there is a negative prompt: a forward per group of rows
         that it takes together."""
         dtype = self.od_config.dtype
-        shown = _pictures(tensors, dtype) or self._frames(call, tensors)
+        shown = self._pictures(tensors) or self._frames(call, tensors)
         slots = {name.rsplit(".", 1)[0] for name in tensors if name.endswith(".embeds")}
         texts = {slot: _text(tensors, slot, dtype) for slot in slots}
         groups = shown or [(rows, None) for rows in self.native.rows_together(texts)]
@@ -92,6 +91,20 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
             return out
 
         return velocity
+
+    def _pictures(self, tensors: dict[str, Tensor]) -> list[tuple[list[int], Given]]:
+        """Rows whose images have the same sizes, with these; empty without images."""
+        slot = next((name.removesuffix(PATCHES) for name in tensors if name.endswith(PATCHES)), None)
+        if slot is None:
+            return []
+        grids = iter(tuple(grid) for grid in tensors[f"{slot}.grids"].tolist())
+        samples = [tuple(islice(grids, num)) for num in tensors[f"{slot}.images"].tolist()]
+        lengths = [sum(math.prod(grid) for grid in sample) for sample in samples]
+        tokens = tensors[f"{slot}{PATCHES}"].to(self.od_config.dtype).split(lengths)
+        return [
+            (rows, self.native.pictures(torch.stack([tokens[row] for row in rows]), sample))
+            for sample, rows in rows_by(samples).items()
+        ]
 
     def _frames(self, call: SampleLatents, tensors: dict[str, Tensor]) -> list[tuple[list[int], Given]]:
         """All rows with their given frames, or with where the parts of their latents are; empty without."""
@@ -136,21 +149,6 @@ class GivenLatentsPipeline(SamplesGivenLatents, nn.Module, _CFG_PARALLEL):
         )
         velocity = self.native.velocity(out, x.shape)
         return given.kept(velocity, x, sigma_B) if isinstance(given, FirstFrame) else velocity
-
-
-def _pictures(tensors: dict[str, Tensor], dtype: torch.dtype) -> list[tuple[list[int], Pictures]]:
-    """Rows whose images have the same sizes, with these; empty without images."""
-    slot = next((name.removesuffix(PATCHES) for name in tensors if name.endswith(PATCHES)), None)
-    if slot is None:
-        return []
-    grids = iter(tuple(grid) for grid in tensors[f"{slot}.grids"].tolist())
-    samples = [tuple(islice(grids, num)) for num in tensors[f"{slot}.images"].tolist()]
-    lengths = [sum(math.prod(grid) for grid in sample) for sample in samples]
-    tokens = tensors[f"{slot}{PATCHES}"].to(dtype).split(lengths)
-    return [
-        (rows, Pictures(torch.stack([tokens[row] for row in rows]), sample))
-        for sample, rows in rows_by(samples).items()
-    ]
 
 
 def _text(tensors: dict[str, Tensor], slot: str, dtype: torch.dtype) -> Text:

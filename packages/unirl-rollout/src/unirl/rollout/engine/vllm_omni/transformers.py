@@ -10,8 +10,8 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,17 @@ _FRAMES_PER_SECOND = 24.0
 """Of LTX-2, by which its attention places frames next to sound."""
 
 
+Grids = tuple[tuple[int, int, int], ...]
+"""(frames, rows, columns) in tokens of each image of a sample."""
+
+
 @dataclass(frozen=True)
 class Pictures:
     """Images of samples as tokens that stand after those of the latents, with the same sizes in every sample."""
 
     tokens: Tensor
     """[B, L, D] in the transformer's dtype."""
-    grids: tuple[tuple[int, int, int], ...]
-    """(frames, rows, columns) in tokens of each image."""
+    grids: Grids
 
     def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
         """Keywords of a forward on tokens with these images."""
@@ -48,6 +51,41 @@ class Pictures:
             "hidden_states": torch.cat([inputs["hidden_states"], self.tokens], dim=1),
             "img_shapes": [[*shapes, *self.grids] for shapes in inputs["img_shapes"]],
         }
+
+
+@dataclass(frozen=True)
+class PlacedPictures:
+    """Images of samples as tokens that stand after those of the latents, each at a later time than the one before."""
+
+    tokens: Tensor
+    """[B, L, D] in the transformer's dtype."""
+    grids: Grids
+    time_between: int
+    """On the first axis of the places; the latents stand at 0."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward on tokens with these images."""
+        placed = [inputs["img_ids"]]
+        for number, grid in enumerate(self.grids, start=1):
+            more = [1] * (placed[0].shape[1] - len(grid))
+            own = _places(*grid, *more, device=placed[0].device)
+            own[:, 0] += self.time_between * number
+            placed.append(own)
+        tokens = torch.cat([inputs["hidden_states"], self.tokens], dim=1)
+        return {**inputs, "hidden_states": tokens, "img_ids": torch.cat(placed)}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The image around a hole, and the hole, next to each token of the latents (FLUX.1 Fill)."""
+
+    latents: Tensor
+    """[B, C, h, w]."""
+
+    def beside(self, inputs: dict[str, Any]) -> dict[str, Any]:  # Any: keywords of vLLM-Omni's transformers
+        """Keywords of a forward on tokens with them."""
+        x = inputs["hidden_states"]
+        return {**inputs, "hidden_states": torch.cat([x, as_tokens(self.latents.to(x.dtype), 2)], dim=2)}
 
 
 @dataclass(frozen=True)
@@ -143,7 +181,7 @@ class VideoAndSound:
         }
 
 
-Given = Pictures | Frames | FirstFrame | MaskedFirstFrame | VideoAndSound
+Given = Pictures | PlacedPictures | Surroundings | Frames | FirstFrame | MaskedFirstFrame | VideoAndSound
 """What a forward needs to know of samples besides their latents and texts."""
 
 
@@ -186,7 +224,7 @@ def _mend_nothing(transformer: Any) -> None:
 
 
 GivenFrames = Callable[[Tensor, Tensor | None, Any], Given]
-"""(latents of given frames, features of their images, transformer) -> what a forward gets of them."""
+"""(latents that are given, features of their images, transformer) -> what a forward gets of them."""
 
 
 Streams = Callable[[Path, Any, SampleLatents], Given]
@@ -213,6 +251,8 @@ class Native:
     """(transformer, keywords) -> its velocity, or tokens of it."""
     mend: Callable[[Any], None] = _mend_nothing
     """Corrects a transformer that was built."""
+    pictures: Callable[[Tensor, Grids], Given] = Pictures
+    """(tokens [B, L, D], their grids) -> what a forward gets of images that are tokens."""
     given_frames: GivenFrames = _no_frames
     streams: Streams | None = None
     """None where a latent is one image or video."""
@@ -306,6 +346,11 @@ def _flux(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[st
         "img_ids": _places(1, height // 2, width // 2, device=x.device),
         "txt_ids": torch.zeros(text.embeds.shape[1], 3, dtype=torch.int64, device=x.device),
     }
+
+
+def _surroundings(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
+    del features, transformer
+    return Surroundings(latents)
 
 
 def _mend_flux(transformer: Any) -> None:
@@ -429,6 +474,7 @@ _QWEN_IMAGE = Native(
     normalises_guidance=True,
     renamed_layers={"to_out.0": "to_out"},
 )
+_FLUX = Native("flux.flux_transformer", "FluxTransformer2DModel", _flux, token_side=2, mend=_mend_flux)
 _WAN = Native(
     "wan2_2.wan2_2_transformer",
     "WanTransformer3DModel",
@@ -448,9 +494,15 @@ NATIVE: Mapping[str, Native] = {
     "QwenImagePipeline": _QWEN_IMAGE,
     "QwenImageEditPipeline": _QWEN_IMAGE,
     "QwenImageEditPlusPipeline": _QWEN_IMAGE,
-    "FluxPipeline": Native("flux.flux_transformer", "FluxTransformer2DModel", _flux, token_side=2, mend=_mend_flux),
+    "FluxPipeline": _FLUX,
+    "FluxKontextPipeline": replace(_FLUX, pictures=partial(PlacedPictures, time_between=1)),
+    "FluxFillPipeline": replace(_FLUX, given_frames=_surroundings),
     "Flux2KleinPipeline": Native(
-        "flux2_klein.flux2_klein_transformer", "Flux2Transformer2DModel", _flux2_klein, token_side=1
+        "flux2_klein.flux2_klein_transformer",
+        "Flux2Transformer2DModel",
+        _flux2_klein,
+        token_side=1,
+        pictures=partial(PlacedPictures, time_between=10),
     ),
     "ZImagePipeline": Native(
         "z_image.z_image_transformer",
