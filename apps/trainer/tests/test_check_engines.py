@@ -210,6 +210,16 @@ def findings(name, *overrides):
             "LoraWeightSync pushes adapters, but engine.max_lora_rank = null. Set engine.max_lora_rank to the",
         ),
         (
+            "flux1/fill_pickscore",
+            ["parts/engine=vllm_omni", "parts/sync=lora", "+sync.canary_image_size=64"],
+            "FluxFillBundle fills a hole, which a mask says. Set sync.canary_mask: true.",
+        ),
+        (
+            "flux1/kontext_editreward",
+            ["parts/engine=vllm_omni", "parts/sync=lora", "+sync.canary_image_size=64", "+sync.canary_mask=true"],
+            "FluxKontextBundle reads no mask. Set sync.canary_mask: false.",
+        ),
+        (
             "wan22/animate",
             ["parts/engine=vllm_omni", "parts/sync=lora"],
             "the recipe has WanAnimateBundle. Set engine._target_: ",
@@ -280,6 +290,10 @@ def test_what_an_engine_cannot_use_is_refused(name, overrides, message):
         ("worlds/shapes/nft", ["device=cuda", "+residency.offload_optimizer=true"]),
         (REPLICA, [*APART, "+sync.transport=ipc", "+sync.changed=tensors"]),
         (REPLICA, [*APART, "+sync.transport=files", "+sync.transfer_dir=/dev/shm"]),
+        (
+            "flux1/fill_pickscore",
+            ["parts/engine=vllm_omni", "parts/sync=lora", "+sync.canary_image_size=64", "+sync.canary_mask=true"],
+        ),
         (
             "wan21/i2v",
             [

@@ -144,6 +144,11 @@ def test_a_canary_shows_the_same_pictures_in_every_push_where_the_model_needs_on
     other: Any = again["image"]
     assert torch.equal(shown.pixels, other.pixels)
     assert set(canary_primitives(["a"], None)) == {"text"}
+    mask: Any = canary_primitives(["a", "b"], 8, has_masks=True)["mask"]
+    assert mask.pixels.shape == shown.pixels.shape
+    assert mask.pixels.mean() == 0.5
+    with pytest.raises(ConfigError, match="set sync.canary_image_size too"):
+        canary_primitives(["a"], None, has_masks=True)
     backend, engine = make_backend(), RememberingEngine()
     sync = make_sync(FullWeightSync, backend, engine, canary_image_size=8)
     assert set(sync._canary._request(0).primitives) == {"text", "image"}

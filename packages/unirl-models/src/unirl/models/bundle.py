@@ -34,6 +34,8 @@ class Bundle:
     """True if it hears the sound of a request besides its text."""
     needs_media: ClassVar[bool] = False
     """True if it makes nothing without them."""
+    needs_mask: ClassVar[bool] = False
+    """True if it fills a hole, which a prompt's mask says."""
     makes_sound: ClassVar[bool] = False
     """True if its videos have sound."""
     needed_videos: ClassVar[tuple[str, ...]] = ()

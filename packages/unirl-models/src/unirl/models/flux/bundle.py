@@ -66,6 +66,7 @@ class FluxFillBundle(FluxBundle):
     family = "FLUX.1 Fill"
     pipeline_classes = ("FluxFillPipeline",)
     released_guidance = 30.0
+    needs_mask = True
     takes_second_forward = False
     reads_media = True
     needs_media = True

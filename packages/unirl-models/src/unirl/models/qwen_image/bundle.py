@@ -59,6 +59,7 @@ class QwenImageInpaintBundle(QwenImageBundle):
     """Any checkpoint of Qwen-Image, to paint into an image; see `QwenImageBundle`."""
 
     pipeline_classes = ("QwenImageInpaintPipeline", "QwenImagePipeline")
+    needs_mask = True
     reads_media = True
     needs_media = True
     most_images = 1

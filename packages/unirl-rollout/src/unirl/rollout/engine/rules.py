@@ -93,6 +93,13 @@ def push_can_be_proved(own: Part, run: Run) -> Messages:
     size = sync.get("canary_image_size")
     if size is not None and not (bundle.takes_any or bundle.ability("reads_media")):
         yield f"{sync.at}.canary_image_size = {size}, but {bundle.name} reads text alone. Remove it."
+    has_masks = bool(sync.get("canary_mask"))
+    if not bundle.takes_any and has_masks != bundle.ability("needs_mask"):
+        needed, wanted = ("fills a hole, which a mask says", "true") if not has_masks else ("reads no mask", "false")
+        yield (
+            f"every push to {own.name} is proved by samples of {sync.at}.canary_prompts, and {bundle.name} {needed}. "
+            f"Set {sync.at}.canary_mask: {wanted}."
+        )
     if size is None and bundle.ability("needs_media"):
         yield (
             f"every push to {own.name} is proved by samples of {sync.at}.canary_prompts, which show no image, but "

@@ -50,7 +50,8 @@ class WeightSync(ABC):
     pipeline: replays the canary. sampling: the recipe's; its type chooses the kind of canary.
     dtype: of the engine's weights; tensors are rounded to it before they are sent.
     canary_prompts: short texts that the engine samples from after every push. canary_image_size: side in pixels of an
-        image per text in the slot "image", for models that need one; None sends no images.
+        image per text in the slot "image", for models that need one; None sends no images. canary_mask: a mask per
+        image in the slot "mask" as well, for models that fill a hole.
     canary_tolerance: largest difference between the engine's log-probs and the trainer's, see `TokenCanary`,
         `TransitionCanary` and `ActionCanary`; None takes their defaults.
     transport: how tensors are sent to engines in other workers: "ray" (objects; the default), "files", "ipc" (shared
@@ -72,6 +73,7 @@ class WeightSync(ABC):
         dtype: Precision = "bf16",
         canary_prompts: Sequence[str] = CANARY_PROMPTS,
         canary_image_size: PositiveInt | None = None,
+        canary_mask: bool = False,
         canary_tolerance: Positive | None = None,
         transport: TransportName | None = None,
         transfer_dir: str | None = None,
@@ -93,9 +95,8 @@ class WeightSync(ABC):
         self._sent: dict[str, str] = {}
         self._checksums: dict[str | None, dict[str, str]] = {}
         """Checksum of every tensor of the last push, by named policy; shows if an update changed anything."""
-        self._canary = _canary(
-            backend, pipeline, sampling, canary_primitives(canary_prompts, canary_image_size), canary_tolerance
-        )
+        primitives = canary_primitives(canary_prompts, canary_image_size, has_masks=canary_mask)
+        self._canary = _canary(backend, pipeline, sampling, primitives, canary_tolerance)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def connect(self, engine: PushTarget) -> None:

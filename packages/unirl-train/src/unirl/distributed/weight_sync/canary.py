@@ -20,18 +20,27 @@ from unirl.types.sampling import ARSamplingParams, BaseSamplingParams, Diffusion
 from unirl.types.segments import LatentSegment, TextSegment
 
 
-def canary_primitives(prompts: Sequence[str], image_size: int | None) -> dict[str, Primitive]:
+def canary_primitives(
+    prompts: Sequence[str], image_size: int | None, *, has_masks: bool = False
+) -> dict[str, Primitive]:
     """Inputs of the canary: texts in the slot "text" and, with an image size, one image per text in "image".
 
-    image_size: side in pixels. Images are noise, the same in every run. Raises ConfigError without texts.
+    image_size: side in pixels. Images are noise, the same in every run. has_masks: one mask per image in "mask", white
+    on its right half. Raises ConfigError without texts, and for masks without images.
     """
     if not prompts or not all(prompts):
         raise ConfigError(f"sync.canary_prompts = {list(prompts)} must hold at least one text, and none empty")
     texts: dict[str, Primitive] = {"text": Texts(texts=list(prompts))}
     if image_size is None:
+        if has_masks:
+            raise ConfigError("sync.canary_mask = true masks images; set sync.canary_image_size too")
         return texts
     noise = torch.rand(len(prompts), 3, image_size, image_size, generator=torch.Generator().manual_seed(0))
-    return {**texts, "image": Images(pixels=noise)}
+    if not has_masks:
+        return {**texts, "image": Images(pixels=noise)}
+    mask = torch.zeros_like(noise)
+    mask[..., image_size // 2 :] = 1
+    return {**texts, "image": Images(pixels=noise), "mask": Images(pixels=mask)}
 
 
 class Canary(ABC):
