@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.experts import routed
+from unirl.models.tiny.wan import CLIP_TOKENS
 from unirl.models.wan.adapter import WanAdapter
 from unirl.models.wan.bundle import WanBundle, WanImageBundle
 from unirl.models.wan.image_adapter import WanImageAdapter
@@ -129,7 +130,7 @@ def test_equal_images_are_encoded_once_and_rows_keep_their_own(folders: Path) ->
     assert adapter.embedding_cache.statistics.num_misses == 2 + 2 + 3
     latents, features = conditions["image"], conditions["image_embeds"]
     assert isinstance(latents, ImageLatentCondition) and isinstance(features, ImageEmbedCondition)
-    assert latents.latents.shape == (8, 4 + 4, 2, 4, 4) and features.embeds.shape == (8, 5, 8)
+    assert latents.latents.shape == (8, 4 + 4, 2, 4, 4) and features.embeds.shape == (8, CLIP_TOKENS, 8)
     assert torch.equal(latents.latents[0], latents.latents[3]) and not torch.equal(
         latents.latents[3], latents.latents[4]
     )

@@ -1,5 +1,6 @@
 """Ports of engines: the system must not give one to another program before the engine listens on it."""
 
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ def test_sglangs_scheduler_listens_where_the_system_sends_nobody(monkeypatch, tm
             told.append(options)
             raise ConfigError("no further")
 
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusion3Pipeline"}))
     monkeypatch.setattr(host, "_SGLang", lambda: SimpleNamespace(generator=Generator))
     with pytest.raises(ConfigError, match="no further"):
         host.EngineHost(Start(str(tmp_path), {}, 0, str(tmp_path)))

@@ -29,7 +29,7 @@ _MODELS = "vllm_omni.diffusion.models"
 _TIMESTEPS_PER_SIGMA = 1000.0
 _CHANNELS_OF_SOUND = "channels_of_sound"
 _FRAMES_PER_SECOND = 24.0
-"""Of LTX-2, by which its attention places frames next to sound."""
+"""Rate by which LTX-2's attention places frames next to sound."""
 
 
 Grids = tuple[tuple[int, int, int], ...]
@@ -385,7 +385,7 @@ def _wan(x: Tensor, sigma_B: Tensor, texts: Texts, transformer: Any) -> dict[str
 
 
 def _wan_frames(latents: Tensor, features: Tensor | None, transformer: Any) -> Given:
-    """Of TI2V-5B they have all channels that the transformer reads, and stay in their place."""
+    """Those of TI2V-5B have all channels that the transformer reads, and stay in their place."""
     if latents.shape[1] == transformer.config.in_channels:
         return FirstFrame(latents.float())
     return Frames(latents, features, num_images=1 if transformer.config.pos_embed_seq_len is None else 2)
