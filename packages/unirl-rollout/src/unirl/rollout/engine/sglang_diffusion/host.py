@@ -57,9 +57,9 @@ class EngineHost(LatentsHost):
         options = dict(start.engine_args)
         # Engines that start at the same time on one host would all find SGLang's default ports free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
-        family = family_of(self._folder)
-        changed = {} if family.loaded_as is None else {"_class_name": family.loaded_as}
-        loaded = linked(self._folder, Path(start.scratch_dir), INDEX_FILE, changed) if changed else self._folder
+        loaded, loaded_as = self._folder, family_of(self._folder).loaded_as
+        if loaded_as is not None:
+            loaded = linked(self._folder, Path(start.scratch_dir), INDEX_FILE, {"_class_name": loaded_as})
         self._generator = self._sgl.generator.from_pretrained(
             model_path=str(loaded), backend="sglang", **(ports | options)
         )
