@@ -15,6 +15,7 @@ from unirl.algorithms.base import StageAlgorithm
 from unirl.algorithms.branch_grpo import BranchGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.inherited import InheritedAdvantages
+from unirl.algorithms.routed_advantages import RoutedAdvantages
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
@@ -141,6 +142,18 @@ def test_children_inherit_the_advantages_of_their_parents(tmp_path: Path):
     assert made.learner.train(rollout)["train/grad_norm"] > 0
     with pytest.raises(ConfigError, match="which has none: it is neither the first nor trained"):
         Made(tmp_path, branches=False, track_advantages={"image": InheritedAdvantages()}).collector.collect(0)
+
+
+def test_each_medium_gets_the_advantages_of_its_route_and_what_reads_one_number_their_mean(tmp_path: Path):
+    routes = {"video": {"bright": 1.0}, "audio": {"bright": 3.0}}
+    made = Made(tmp_path, track_advantages={"image": RoutedAdvantages(routes=routes)})
+    meta = made.collector.collect(0).resp
+    for held in (meta.meta.tracks["image"], meta.fetch().tracks["image"]):
+        alone = AdvantageConfig(preset="flow_grpo_global_std")(held.component_rewards["bright"], held.group_ids)
+        assert list(held.media_advantages) == ["video", "audio"]
+        assert torch.equal(held.media_advantages["video"], alone)
+        assert torch.equal(held.media_advantages["audio"], 3.0 * alone)
+        torch.testing.assert_close(held.known_advantages, 2.0 * alone)
 
 
 def test_a_held_out_evaluation_scores_the_named_track_and_shows_one_sample_per_prompt(tmp_path: Path):

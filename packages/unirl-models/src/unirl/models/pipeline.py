@@ -62,6 +62,8 @@ class DiffusionPipeline:
     """Module with the rules of recipes, see `unirl.types.recipe`."""
     takes_any_sigma: ClassVar[bool] = True
     """False for a model that knows the levels of its own timesteps alone."""
+    latent_media: ClassVar[tuple[str, ...]] = ()
+    """Names of the media that a latent holds one after the other; empty where it is one."""
 
     def __init__(
         self,

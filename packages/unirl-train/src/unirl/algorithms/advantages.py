@@ -288,6 +288,8 @@ class AdvantageConfig:
     needs_groups: ClassVar[bool] = True
     makes_weights: ClassVar[bool] = False
     centres_groups: ClassVar[bool] = True
+    routes_media: ClassVar[bool] = False
+    """True if each medium of a sample gets its own advantage."""
 
     preset: str = "flow_grpo"
     center: Scope | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
@@ -116,16 +116,17 @@ class Held:
         """
         return self._runtime.map_held(self.key_for(self._runtime), function, [args] * len(self._metas))
 
-    def attach(self, track: str, **fields: Tensor) -> None:
-        """Write values [B, ...] of all samples into the held track; every shard gets its own rows.
+    def attach(self, track: str, **fields: Tensor | Mapping[str, Tensor]) -> None:
+        """Write values [B, ...] of all samples, or several by name, into the held track; every shard gets its own rows.
 
         Raises ContractError if the sizes disagree.
         """
         sizes = [meta.track(track).batch_size for meta in self._metas]
-        wrong = {name: len(values) for name, values in fields.items() if len(values) != sum(sizes)}
+        named = {name: values if isinstance(values, Mapping) else {name: values} for name, values in fields.items()}
+        wrong = {key: len(own) for values in named.values() for key, own in values.items() if len(own) != sum(sizes)}
         if wrong:
             raise ContractError(f"track {track} holds {sum(sizes)} samples, the values to attach have {wrong}")
-        cut = {name: values.split(sizes) for name, values in fields.items()}
+        cut = {name: _cut(values, sizes) for name, values in fields.items()}
         shares = [{name: parts[shard] for name, parts in cut.items()} for shard in range(len(sizes))]
         self._runtime.map_held(self.key_for(self._runtime), _attach, [(track, share) for share in shares])
         self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
@@ -170,7 +171,15 @@ def _metadata(resp: RolloutResp) -> RolloutResp:
     return resp.metadata_only()
 
 
-def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor]) -> None:
+def _cut(values: Tensor | Mapping[str, Tensor], sizes: list[int]) -> Sequence[Tensor | dict[str, Tensor]]:
+    """The rows of each shard."""
+    if not isinstance(values, Mapping):
+        return values.split(sizes)
+    cut = {name: own.split(sizes) for name, own in values.items()}
+    return [{name: parts[shard] for name, parts in cut.items()} for shard in range(len(sizes))]
+
+
+def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor | dict[str, Tensor]]) -> None:
     resp.tracks[track] = resp.tracks[track].replace(**fields)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.inherited import InheritedAdvantages
+from unirl.algorithms.routed_advantages import RoutedAdvantages
 from unirl.algorithms.selection import SampleSelection, zero_variance_groups
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.dispatch import collected
@@ -365,6 +366,9 @@ class Collector(Generic[ParamsT]):
                     num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
                 )
             resp.attach(name, advantages=advantages[name])
+            if isinstance(normalize, RoutedAdvantages):
+                routed = normalize.by_medium(track.group_ids, track.component_rewards, progress=progress)
+                resp.attach(name, media_advantages=routed)
 
     def _metrics_of(
         self, meta: RolloutResp, root: str, progress: float, gauges: Mapping[str, float]

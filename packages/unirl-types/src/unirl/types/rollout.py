@@ -142,6 +142,8 @@ class RolloutTrack(Batch):
     """Why a sample has no reward (its reward is NaN); None for one that has. Empty before the track is scored."""
     advantages: Tensor | None = per_sample(default=None)
     """[B] float32."""
+    media_advantages: dict[str, Tensor] = per_sample(default_factory=dict)
+    """[B] float32 each: advantages of one medium of a sample, by its name; empty where all have `advantages`."""
     policy_versions: Tensor | None = per_sample(default=None)
     """[B] int64: which version of the policy made the sample, or began it."""
     last_versions: Tensor | None = per_sample(default=None)

@@ -76,11 +76,15 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         """(C f h w + A P M,)."""
         return (math.prod(self.video_shape(params)) + math.prod(self.audio_shape(params)),)
 
+    def part_slices(self, params: DiffusionSamplingParams) -> tuple[slice, slice]:
+        """Where video and audio lie along dimension 1 of latents."""
+        [whole], video = self.latent_shape(params), math.prod(self.video_shape(params))
+        return slice(0, video), slice(video, whole)
+
     def parts(self, latents: Tensor, params: DiffusionSamplingParams) -> tuple[Tensor, Tensor]:
         """Latents [B, ...] as those of video [B, C, f, h, w] and of audio [B, A, P, M]."""
-        video, audio = self.video_shape(params), self.audio_shape(params)
-        flat = latents.split([math.prod(video), math.prod(audio)], dim=1)
-        return flat[0].unflatten(1, video), flat[1].unflatten(1, audio)
+        video, audio = (latents[:, own] for own in self.part_slices(params))
+        return video.unflatten(1, self.video_shape(params)), audio.unflatten(1, self.audio_shape(params))
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C f h w + A P M] of the transformer, fed 1000 sigma."""

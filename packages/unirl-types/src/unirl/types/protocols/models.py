@@ -150,6 +150,14 @@ class DiffusionPipeline(Protocol):
         ...
 
 
+class JointPipeline(DiffusionPipeline, Protocol):
+    """A diffusion pipeline of latents that hold several media, such as a video and its sound."""
+
+    def media_slices(self, params: DiffusionSamplingParams) -> Mapping[str, slice]:
+        """Where each medium lies along dimension 1 of latents [B, ...], by its name."""
+        ...
+
+
 class ResumingDiffusionPipeline(DiffusionPipeline, Protocol):
     """A diffusion pipeline that can end denoising early, and go on with other weights."""
 
