@@ -27,6 +27,7 @@ from unirl.algorithms.dmd2 import DMD2
 from unirl.algorithms.dmd2_reward import DMD2WithReward
 from unirl.algorithms.draft import DRaFT
 from unirl.algorithms.drtune import DRTune
+from unirl.algorithms.omni_nft import OmniNFT
 from unirl.algorithms.refl import ReFL
 from unirl.algorithms.rollout_correction import RolloutCorrection
 from unirl.data.data_source import PromptRow
@@ -161,7 +162,8 @@ class Stats:
 class FieldPipeline:
     """Implements unirl.types.protocols.models.DiffusionPipeline over unirl.sde. A prompt becomes one number.
 
-    seen_x: latents that `velocity` was asked at, in order of the calls.
+    seen_x: latents that `velocity` was asked at, in order of the calls. media: as if two channels were a video and the
+    third its sound.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class FieldPipeline:
         self.shape = shape
         self.shift = shift
         self.seen_x: list[Tensor] = []
+        self.media = {"video": slice(0, 2), "audio": slice(2, 3)}
 
     @property
     def strategy_name(self) -> str:
@@ -181,6 +184,10 @@ class FieldPipeline:
     def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
         """Always the same."""
         return self.shape
+
+    def media_slices(self, params: DiffusionSamplingParams) -> dict[str, slice]:
+        """Always the same."""
+        return self.media
 
     def sigmas(self, params: DiffusionSamplingParams) -> Tensor:
         """The shifted linear schedule."""
@@ -543,6 +550,13 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kind": DiffusionGRPO, "clip_range": 0.2, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
     "m2po": {"kind": DiffusionGRPO, "rollout_correction": RolloutCorrection(m2_threshold=1e-6), "rows_per_forward": 4},
     "nft": {"kind": DiffusionNFT, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
+    "omni_nft": {
+        "kind": OmniNFT,
+        "media_weights": {"audio": 0.5},
+        "kl_coef": 0.1,
+        "keep_reference": True,
+        "rows_per_forward": 3,
+    },
     "awm": {"kind": AWM, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 3},
     "dpo": {"kind": DiffusionDPO, "beta": 5.0, "kl_coef": 0.1, "keep_reference": True, "rows_per_forward": 4},
     "dmd2": {
@@ -583,6 +597,9 @@ def trained(case: str) -> dict[str, Any]:
         params, num_prompts = dataclasses.replace(params, samples_per_prompt=2), 8
     resp = rollout(FieldPipeline(FieldBundle().model), params, num_prompts=num_prompts)
     advantages = some_advantages(resp.batch_size)
+    if made.algorithm.takes_media_advantages:
+        routed = {"video": advantages, "audio": some_advantages(resp.batch_size, seed=4)}
+        resp = resp.with_values(resp.root_name(), media_advantages=routed)
     shard = resp.batch_size // made.backend.dp_size
     start = shard * made.backend.dp_rank
     # Two rollouts: after the first, the old policy and the reference are other weights than the trained ones.

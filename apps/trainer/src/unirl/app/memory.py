@@ -167,7 +167,7 @@ class _Estimate:
     def num_copies(self) -> int:
         """Float32 copies of the trained weights: an average, a reference, and one for the policy that samples."""
         is_kept = [self.backend.get("ema") is not None, bool(self.backend.get("keep_reference"))]
-        return sum(is_kept) + (self.algorithm.name == "DiffusionNFT")
+        return sum(is_kept) + ("DiffusionNFT" in self.algorithm.class_names)
 
     def text_encoders(self) -> float:
         """Whole on each device all the time; 0 where they compute on the CPU, rest there, or are dropped."""

@@ -8,11 +8,13 @@ Source: Zheng et al. 2025 (arXiv 2509.16117).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, report_clipped
+from unirl.algorithms.forward_process import ForwardRows
 from unirl.algorithms.losses import nft_loss, optimality, velocity_distance
 from unirl.algorithms.old_policy import OLD, FollowedByOldPolicy
 from unirl.types.bounds import Positive, bounded
@@ -33,6 +35,17 @@ def mode_advantages(advantages_B: Tensor, mode: AdvantageMode) -> Tensor:
     if mode == "binary":
         return advantages_B.sign()
     return advantages_B
+
+
+@dataclass(frozen=True)
+class Velocities:
+    """What three policies answer at R noised samples, [R, ...] float32 each."""
+
+    new: Tensor
+    """The trained policy's, with gradients."""
+    old: Tensor
+    reference: Tensor | None
+    """None where no penalty asks for it."""
 
 
 @bounded("algorithm")
@@ -67,30 +80,39 @@ class DiffusionNFT(FollowedByOldPolicy):
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
         """One part a chunk of rows: sum over (sample, level) of the loss."""
-        advantages = mode_advantages(micro.advantages, self.advantage_mode)
-        r_B = optimality(advantages, advantage_max=self.advantage_max)
         for _, rows in self.forward_rows(micro):
-            v_old = self.old_velocity(rows)
-            v_reference = self.reference.evaluate(rows.velocity)
-            v_new = rows.velocity()
-            r_R = r_B[rows.sample_R]
-            branches = nft_loss(
-                v_new,
-                v_old,
-                rows.x_t,
-                rows.x0,
-                rows.sigma_R,
-                r_R,
-                beta=self.beta,
-                advantage_max=self.advantage_max,
-                adaptive_weight=self.adaptive_weight,
-            )
-            metrics = RowMetrics()
-            report_clipped(metrics, advantages[rows.sample_R], self.advantage_max)
-            metrics.mean("nft/positive_loss", branches.positive_R)
-            metrics.mean("nft/negative_loss", branches.negative_R)
-            metrics.mean("nft/optimality_mean", r_R)
-            metrics.mean("nft/policy_distance", velocity_distance(v_new, v_old))
-            metrics.mean("policy/loss", branches.loss_R)
-            loss_R = branches.loss_R + self.reference_penalty(v_new, v_reference, metrics, loss=branches.loss_R)
+            velocities, metrics = self.velocities(rows), RowMetrics()
+            policy_R, penalty_R = self.loss_of(velocities, rows, micro.advantages[rows.sample_R], metrics)
+            metrics.mean("policy/loss", policy_R)
+            loss_R = policy_R + penalty_R
             yield LossPart(loss_R.sum(), loss_R.numel(), metrics)
+
+    def velocities(self, rows: ForwardRows) -> Velocities:
+        """Those of the trained policy, with gradients, of the old one and of the reference."""
+        v_old = self.old_velocity(rows)
+        v_reference = self.reference.evaluate(rows.velocity)
+        return Velocities(rows.velocity(), v_old, v_reference)
+
+    def loss_of(
+        self, v: Velocities, rows: ForwardRows, advantage_R: Tensor, metrics: RowMetrics
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and penalty per row, [R] each: means over the elements that `v` and `rows` hold."""
+        advantage_R = mode_advantages(advantage_R, self.advantage_mode)
+        r_R = optimality(advantage_R, advantage_max=self.advantage_max)
+        branches = nft_loss(
+            v.new,
+            v.old,
+            rows.x_t,
+            rows.x0,
+            rows.sigma_R,
+            r_R,
+            beta=self.beta,
+            advantage_max=self.advantage_max,
+            adaptive_weight=self.adaptive_weight,
+        )
+        report_clipped(metrics, advantage_R, self.advantage_max)
+        metrics.mean("nft/positive_loss", branches.positive_R)
+        metrics.mean("nft/negative_loss", branches.negative_R)
+        metrics.mean("nft/optimality_mean", r_R)
+        metrics.mean("nft/policy_distance", velocity_distance(v.new, v.old))
+        return branches.loss_R, self.reference_penalty(v.new, v.reference, metrics, loss=branches.loss_R)

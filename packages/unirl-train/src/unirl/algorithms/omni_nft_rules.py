@@ -1,0 +1,71 @@
+"""What OmniNFT needs of the model and of the advantages. See `unirl.types.recipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unirl.types.recipe import Messages, Part, Run
+
+ROUTED = "unirl.algorithms.routed_advantages.RoutedAdvantages"
+
+
+def weights_problem(at: str, weights: Mapping[str, float]) -> str | None:
+    """What is wrong with the weights of the media that are named, for a message; None if nothing is."""
+    below = {medium: weight for medium, weight in weights.items() if not weight >= 0}
+    if below:
+        return f"{at} has weights below 0: {below}. Set weights of at least 0."
+    return None
+
+
+def model_has_media(own: Part, run: Run) -> Messages:
+    """The latent holds several media, whose names the weights use, and one of them counts."""
+    pipeline, media = _pipeline_of(own, run), _media_of(own, run)
+    weights = own.get("media_weights") or {}
+    if not media:
+        yield (
+            f"{own.name} trains the media of a latent apart, and a latent of {pipeline.name} is one medium. Set "
+            f"{own.at}._target_: unirl.algorithms.diffusion_nft.DiffusionNFT, or a model of video with sound (LTX-2)."
+        )
+        return
+    problem = weights_problem(f"{own.at}.media_weights", weights)
+    unknown = [medium for medium in weights if medium not in media]
+    if problem is not None:
+        yield problem
+    elif unknown:
+        yield (
+            f"{own.at}.media_weights names {', '.join(unknown)}; media of {pipeline.name} are {', '.join(media)}. Use "
+            "these names."
+        )
+    elif not any(weights.get(medium, 1.0) for medium in media):
+        yield f"{own.at}.media_weights = {dict(weights)} leaves no medium to train. Set one above 0."
+
+
+def advantages_are_routed(own: Part, run: Run) -> Messages:
+    """Each medium of the latent has a route, and nothing else."""
+    made = run.advantages
+    if not made.ability("routes_media"):
+        yield (
+            f"{own.name} needs advantages for each medium, which {made.name} does not make. Set {made.at}._target_: "
+            f"{ROUTED} with {made.at}.routes."
+        )
+        return
+    media, routes = _media_of(own, run), made.get("routes")
+    if media and routes and set(routes) != set(media):
+        yield (
+            f"{made.at}.routes is for {', '.join(routes)}, but a latent holds {', '.join(media)}. Give each of these a "
+            "route, and no other."
+        )
+
+
+def _pipeline_of(own: Part, run: Run) -> Part:
+    policy = run.policy_of(own)
+    return policy.pipeline_of(next(name for name, part in policy.algorithms.items() if part is own))
+
+
+def _media_of(own: Part, run: Run) -> tuple[str, ...]:
+    """Names of the media of a latent; empty where a latent is one."""
+    media = _pipeline_of(own, run).abilities.get("latent_media")
+    return media if isinstance(media, tuple) else ()
+
+
+RULES = (model_has_media, advantages_are_routed)
