@@ -1,10 +1,13 @@
 """What only LTX-2 has: sound next to the video."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from unirl.models.ltx2.pipeline import LTX2Pipeline
 from unirl.models.tiny.ltx2 import AUDIO_PER_SECOND, FPS
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts, Videos
@@ -61,3 +64,73 @@ def test_both_streams_shape_each_other(ltx2: Loaded) -> None:
 def test_a_length_that_the_registers_do_not_divide_is_refused(ltx2: Loaded) -> None:
     with pytest.raises(ConfigError, match=r"max_sequence_length = 60 is not a multiple of the 8 registers.* Use 64"):
         ltx2.ours.latent_shape(ltx2.family.sampling(max_sequence_length=60))
+
+
+# Gradient from video to sound -----------------------------------------------------------------------------------------
+
+SOUND = "transformer_blocks.0.audio_attn1.to_q.weight"
+"""Reached by the video's loss through the sound alone."""
+
+
+def gradients_of(medium: str, spans: Any, tmp_path: Path, *, recomputes: bool = False) -> dict[str, Tensor]:
+    """Gradients of the mean square of one medium's velocity, and the velocity."""
+    loaded = load("ltx2_t2v", tmp_path / "ltx2")
+    bundle: Any = loaded.ours.bundle
+    pipeline: Any = LTX2Pipeline(bundle, loaded.ours.strategy, audio_gradient=spans)
+    params = loaded.family.sampling(guidance_scale=1.0)
+    request = loaded.request(params)
+    transformer = pipeline.bundle.transformer
+    if recomputes:
+        transformer.enable_gradient_checkpointing()
+        transformer.train()
+    conditions = pipeline.encode({"text": Texts(texts=request.texts)}, params)
+    rows = len(request.texts)
+    velocity = pipeline.velocity(
+        conditions, request.noise, torch.full((rows,), 0.6), torch.zeros(rows, dtype=torch.long), params
+    )
+    velocity[:, pipeline.media_slices(params)[medium]].square().mean().backward()
+    found = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+    return {**found, "velocity": velocity.detach()}
+
+
+def test_scaled_gradients_leave_velocities_alone_and_cut_what_the_video_sends_to_the_sound(tmp_path: Path) -> None:
+    whole = gradients_of("video", None, tmp_path)
+    cut = gradients_of("video", [[0, 1, 0.0]], tmp_path)
+    assert torch.equal(whole["velocity"], cut["velocity"])
+    assert whole[SOUND].abs().max() > 0
+    sound = {name for name in cut if ".audio_attn" in name or ".audio_ff" in name or name.startswith("audio_proj_in")}
+    assert len(sound) > 20
+    assert not any(cut[name].any() for name in sound)
+    for name in ("transformer_blocks.0.audio_to_video_attn.to_k.weight", "transformer_blocks.0.attn1.to_q.weight"):
+        assert cut[name].abs().max() > 0
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_gradient_is_proportional_to_the_scale(recomputes: bool, tmp_path: Path) -> None:
+    # Block 0 is cut, so that block 1 is the only way from the video to the sound; halves are exact.
+    one, half = (
+        gradients_of("video", [[0, 0, 0.0], [1, 1, scale]], tmp_path, recomputes=recomputes) for scale in (1.0, 0.5)
+    )
+    assert one[SOUND].abs().max() > 0 and torch.equal(half[SOUND], 0.5 * one[SOUND])
+    video = "transformer_blocks.1.attn1.to_q.weight"  # of block 0 some reach the loss through the sound
+    assert torch.equal(half[video], one[video])
+
+
+def test_the_sounds_own_gradient_does_not_pass_the_last_block_s_scale(tmp_path: Path) -> None:
+    whole, cut = gradients_of("audio", None, tmp_path), gradients_of("audio", [[1, 1, 0.0]], tmp_path)
+    assert all(torch.equal(gradient, cut[name]) for name, gradient in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[0, 2, 0.5]], "audio_gradient names block 2 of 2, counted from 0. End at 1"),
+        ([[0, 0, 1.5]], "scales the gradient of blocks 0 to 0 by 1.5. Set a scale from 0 to 1"),
+        ([[1, 1, 0.5], [0, 0, 0.5]], "has blocks 0 to 0 after block 1"),
+        ([[0, 0.5]], r"has \[0, 0.5\], which is not \[first block, last block, scale\]"),
+    ],
+)
+def test_spans_that_the_model_does_not_have_are_refused(spans: Any, message: str, ltx2: Loaded) -> None:
+    bundle: Any = ltx2.ours.bundle
+    with pytest.raises(ConfigError, match=message):
+        LTX2Pipeline(bundle, ltx2.ours.strategy, audio_gradient=spans)
