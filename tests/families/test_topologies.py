@@ -82,9 +82,9 @@ def needs_of(case: str) -> tuple[pytest.MarkDecorator, ...]:
     return (divides_layers,) if CASES[case].topology.tp > 1 else ()
 
 
-def marks_of(name: str, case: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks_of(name: str, case: str, *, is_usual: bool) -> tuple[pytest.MarkDecorator, ...]:
     """All but the usual rows are left to the matrix."""
-    if (name, case) in USUAL:
+    if is_usual:
         return ()
     return (pytest.mark.matrix, *((pytest.mark.nightly,) if case in MANY and name not in THOROUGH else ()))
 
@@ -92,7 +92,12 @@ def marks_of(name: str, case: str) -> tuple[pytest.MarkDecorator, ...]:
 def rows(cases: list[str]) -> list[Any]:
     """Every family with every case."""
     return [
-        pytest.param(name, case, id=f"{name}-{case}", marks=(*marks_of(name, case), *needs_of(case)))
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{case}",
+            marks=(*marks_of(name, case, is_usual=(name, case) in USUAL), *needs_of(case)),
+        )
         for case in cases
         for name in names_of(case, [*SPREAD, *TEXTS])
     ]
@@ -245,21 +250,20 @@ def test_what_must_not_be_is_refused_on_all_ranks(runs: Runs) -> None:
 
 
 SHARED = [
-    pytest.param(name, marks=() if name in (*FIRST, "qwen3") else pytest.mark.matrix)
+    pytest.param(name, case, marks=marks_of(name, case, is_usual=name in (*FIRST, "qwen3")))
+    for case in ("sp2", "ring2")
     for name in [*SPREAD, *SHARED_TEXTS]
 ]
 
 
-@pytest.mark.parametrize("case", ["sp2", "ring2"])
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("name", "case"), SHARED)
 def test_transformers_in_float64_are_those_of_one_process(name: str, case: str, runs: Runs) -> None:
     one = (shared_doubles_of if name in TEXTS else doubles_of)(name, runs.folders)
     for rank in runs.of(case):
         assert_close(rank["float64"][name], one, 1e-10)
 
 
-@pytest.mark.parametrize("case", ["sp2", "ring2"])
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("name", "case"), SHARED)
 def test_a_rank_attends_with_its_part_of_the_tokens_and_sends_the_bytes_of_the_formula(
     name: str, case: str, runs: Runs
 ) -> None:
