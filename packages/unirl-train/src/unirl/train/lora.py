@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from unirl.train.configs import LoraConfig
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.weights import UpdateTally
 
 ADAPTER = "default"
 _A = f".lora_A.{ADAPTER}.weight"
@@ -180,28 +179,3 @@ def lora_factor_names(base_name: str) -> tuple[str, str]:
 def is_adapted(name: str) -> bool:
     """True if a parameter is the base weight of an adapted layer."""
     return name.endswith(f"{BASE_LAYER}weight")
-
-
-@torch.no_grad()
-def merged_weight(
-    base: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    rank: int,
-    alpha: float,
-    dtype: torch.dtype | None = None,
-    tally: UpdateTally | None = None,
-    rows: tuple[int, int] | None = None,
-) -> Tensor:
-    """W + (alpha / rank) B A, computed in float32 and returned in W's dtype or another. W [O, I], A [r, I], B [O, r].
-
-    tally: is told what the rounding takes. rows: those of W that `base` has; None for all.
-    """
-    delta = (b.float() @ a.float()) * (alpha / rank)
-    if rows is not None:
-        delta = delta[slice(*rows)]  # of the whole product, whose bits a product of these rows alone need not have
-    merged = (base.float() + delta).to(base.dtype if dtype is None else dtype)
-    if tally is not None:
-        tally.add(base, delta, merged)
-    return merged

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from unirl.types.adapters import FACTOR_A, FACTOR_B
 from unirl.types.errors import ConfigError
 from unirl.types.weights import WeightSpec
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -31,12 +30,15 @@ def checkpoint_names(folder: Path) -> dict[str, str]:
 def part_shapes(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape of the tensors whose names begin with a key of `names`; that prefix is replaced by its
     value. Raises ConfigError for a folder without safetensors files."""
-    return {
-        renamed + name.removeprefix(begin): shape
-        for name, shape in _all_shapes(folder).items()
-        for begin, renamed in names.items()
-        if name.startswith(begin)
-    }
+    shapes = _all_shapes(folder)
+    return {own: shapes[name] for own, name in _part_names(shapes, names).items()}
+
+
+def part_files(folder: Path, names: Mapping[str, str] | None) -> dict[str, tuple[str, str]]:
+    """Tensor name of `part_shapes`, or of `checkpoint_shapes` for None -> its file, and its name in that."""
+    files = _names_in_files(folder)
+    chosen = _own_names(files) if names is None else _part_names(files, names)
+    return {own: (str(files[name]), name) for own, name in chosen.items()}
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -47,15 +49,37 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _all_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in _files(folder):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 shapes[name] = tuple(opened.get_slice(name).get_shape())
     return shapes
+
+
+def _names_in_files(folder: Path) -> dict[str, Path]:
+    names: dict[str, Path] = {}
+    for file in _files(folder):
+        with safe_open(file, framework="pt") as opened:
+            names |= dict.fromkeys(opened.keys(), file)
+    return names
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
+    return files
+
+
+def _part_names(names: Collection[str], parts: Mapping[str, str]) -> dict[str, str]:
+    """Name under the prefixes of a push -> name in the files."""
+    return {
+        renamed + name.removeprefix(begin): name
+        for name in names
+        for begin, renamed in parts.items()
+        if name.startswith(begin)
+    }
 
 
 def _own_names(names: Collection[str]) -> dict[str, str]:
@@ -101,14 +125,14 @@ def adapter_specs(names: list[str], shapes: Mapping[str, tuple[int, ...]], dtype
     If one factor of a layer is named, both are expected. Names that match no layer are left out, so that the comparison
     reports them.
     """
-    layers = {name.removesuffix(suffix) for name in names for suffix in (_A, _B) if name.endswith(suffix)}
+    layers = {name.removesuffix(suffix) for name in names for suffix in (FACTOR_A, FACTOR_B) if name.endswith(suffix)}
     specs = []
     for layer in sorted(layers):
         shape = shapes.get(f"{layer}.weight")
         if shape is None or len(shape) != 2:
             continue
         specs += [
-            WeightSpec(layer + _A, (rank, shape[1]), dtype, ""),
-            WeightSpec(layer + _B, (shape[0], rank), dtype, ""),
+            WeightSpec(layer + FACTOR_A, (rank, shape[1]), dtype, ""),
+            WeightSpec(layer + FACTOR_B, (shape[0], rank), dtype, ""),
         ]
     return specs

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from unirl.train.backend.policies import CURRENT_POLICY, NamedPolicies
 from unirl.train.backend.state import Progress
 from unirl.train.backend.ties import ties_of
-from unirl.train.lora import is_adapted, lora_factor_names, merged_weight, plain_base_name, plain_lora_name
+from unirl.train.lora import is_adapted, lora_factor_names, plain_base_name, plain_lora_name
+from unirl.types.adapters import merged_weight
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.weights import (
     AdapterConfig,

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from unirl.rollout.engine.push import PushReceiver, refuse
+from unirl.types.adapters import FACTOR_A, FACTOR_B
 from unirl.types.deltas import on_host, put_delta
 from unirl.types.devices import copy_together, empty_cache, has_values, is_accelerator
 from unirl.types.errors import ContractError
@@ -28,8 +29,6 @@ from unirl.types.weights import (
     qualified,
     rounded,
 )
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class _Adapted(NamedTuple):
@@ -113,14 +112,17 @@ class ReplicaWeights:
         """Replace the LoRA adapter, which adds a term to each layer's output as in training."""
         self.pushes.check_adapter(bucket, config.rank)
         modules = qualified({name: dict(module.named_modules()) for name, module in self._modules.items()})
-        layers = sorted({name.removesuffix(_A) for name in bucket.tensors if name.endswith(_A)})
+        layers = sorted({name.removesuffix(FACTOR_A) for name in bucket.tensors if name.endswith(FACTOR_A)})
         wrong = [f"{layer}: no linear layer" for layer in layers if not isinstance(modules[layer], nn.Linear)]
         refuse("the adapter does not fit the engine's model", wrong)
         with self.pushes.loading(bucket.policy_version, policy):
             self._remove_adapter()
             for layer in layers:
                 place = modules[layer]
-                factors = {suffix: bucket.tensors[layer + suffix].to(_device(place), copy=True) for suffix in (_A, _B)}
+                factors = {
+                    suffix: bucket.tensors[layer + suffix].to(_device(place), copy=True)
+                    for suffix in (FACTOR_A, FACTOR_B)
+                }
                 scale = config.alpha / config.rank
                 hook = place.register_forward_hook(partial(_with_adapter, factors=factors, scale=scale))
                 self._adapted.append(_Adapted(hook, factors))
@@ -171,8 +173,8 @@ def _with_adapter(
     layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, factors: Mapping[str, Tensor], scale: float
 ) -> Tensor:
     """W x + (alpha / r) B A x in peft's order of operations, so that results are bit-identical to the trainer's."""
-    low_rank = functional.linear(inputs[0].to(factors[_A].dtype), factors[_A])
-    return (output + functional.linear(low_rank, factors[_B]) * scale).to(output.dtype)
+    low_rank = functional.linear(inputs[0].to(factors[FACTOR_A].dtype), factors[FACTOR_A])
+    return (output + functional.linear(low_rank, factors[FACTOR_B]) * scale).to(output.dtype)
 
 
 def _device(module: nn.Module) -> torch.device:
