@@ -1,6 +1,7 @@
 """Images of unified models by vLLM-Omni, from our words, initial latents and noise, on random weights."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,21 @@ from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline
 from unirl.models.hunyuan_image3.transformer import expert_stacks
 from unirl.sde.kernels import FlowSDEStrategy
-from unirl.types.errors import ConfigError, WeightSyncError
+from unirl.types.adapters import FACTOR_A, FACTOR_B, merged_weight
+from unirl.types.errors import WeightSyncError
 from unirl.types.media import Images, Texts
 from unirl.types.noise import noise_keys
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import DiffusionSamplingParams
 from unirl.types.segments import LatentSegment
-from unirl.types.weights import WeightSpec, in_published_parts, weight_buckets
+from unirl.types.weights import (
+    AdapterConfig,
+    WeightBucket,
+    WeightSpec,
+    in_published_parts,
+    weight_buckets,
+    weight_specs,
+)
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.slow]
 
@@ -174,8 +183,6 @@ def test_what_it_cannot_draw_is_refused(unified: Unified) -> None:
     picture = Images(pixels=torch.rand(2, 3, 64, 64))
     with pytest.raises(Exception, match="vLLM-Omni is given text alone"):
         unified.engine.generate(request(unified, params_of(unified), image=picture))
-    with pytest.raises(ConfigError, match="max_lora_rank = 4: adapters of"):
-        SERVED["vllm_omni"].start(unified.pipeline, unified.bundle.folder.path, forward_batch_size=2, max_lora_rank=4)
 
 
 def push(engine: Any, module: torch.nn.Module, version: int, *, without: str = "") -> Any:
@@ -217,3 +224,56 @@ def check_pushes(unified: Unified) -> None:
     assert float((segment.latents[:, -1] - before).abs().max()) > 1e-2
     assert float((logp_BS - segment.sde_logp).abs().max()) < unified.engine.logp_gap_float32
     assert track.policy_versions.tolist() == [1, 1]
+
+
+RANK = 4
+
+
+def adapter(unified: Unified, seed: int, *, version: int) -> tuple[WeightBucket, AdapterConfig]:
+    """Random factors of every layer that LoRA trains."""
+    (module,) = unified.bundle.trainable_modules().values()
+    targets = unified.bundle.lora_target_modules
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear) and any(name == end or name.endswith(f".{end}") for end in targets):
+            out, width = layer.weight.shape
+            tensors[name + FACTOR_A] = torch.randn(RANK, width, generator=generator) * 0.2
+            tensors[name + FACTOR_B] = torch.randn(out, RANK, generator=generator) * 0.2
+    config = AdapterConfig(rank=RANK, alpha=2 * RANK, target_modules=tuple(targets))
+    return WeightBucket(version, tensors, tuple(weight_specs(tensors))), config
+
+
+@pytest.mark.parametrize("model", [pytest.param("bagel", marks=pytest.mark.nightly), "hunyuan_image3"])
+def test_an_adapter_is_merged_by_the_workers_in_the_place_of_the_last(model: str, tmp_path: Path) -> None:
+    unified = MODELS[model](tmp_path / model, max_lora_rank=RANK)
+    try:
+        (module,) = unified.bundle.trainable_modules().values()
+        base = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        params = params_of(unified, guidance_scale=2.0)
+        req = request(unified, params)
+        drawn = [unified.engine.generate(req).root_track().segment.latents[:, -1]]
+        for version in (1, 2):
+            bucket, config = adapter(unified, seed=version, version=version)
+            receipt = unified.engine.load_adapter(bucket, config)
+            assert receipt.num_tensors == 2 * receipt.num_bound == len(bucket.tensors) > 0
+            module.load_state_dict(base)
+            state = module.state_dict()
+            for layer in {name.removesuffix(FACTOR_A) for name in bucket.tensors if name.endswith(FACTOR_A)}:
+                a, b = (bucket.tensors[layer + end] for end in (FACTOR_A, FACTOR_B))
+                own = state[f"{layer}.weight"]
+                own.copy_(merged_weight(own, a, b, rank=RANK, alpha=config.alpha))
+            track = unified.engine.generate(req).root_track()
+            logp_BS, segment = replayed(unified, track, params)
+            assert float((logp_BS - segment.sde_logp).abs().max()) < unified.engine.logp_gap_float32
+            drawn.append(segment.latents[:, -1])
+            assert track.policy_versions.tolist() == [version, version]
+        assert all(float((one - other).abs().max()) > 1e-2 for one, other in itertools.pairwise(drawn))
+
+        bucket, config = adapter(unified, seed=3, version=3)
+        layer = next(iter(bucket.tensors)).removesuffix(FACTOR_A)
+        fewer = {name: tensor for name, tensor in bucket.tensors.items() if not name.startswith(f"{layer}.")}
+        with pytest.raises(WeightSyncError, match="has other layers than the last one"):
+            unified.engine.load_adapter(WeightBucket(3, fewer, tuple(weight_specs(fewer))), config)
+    finally:
+        unified.engine.shutdown()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from unirl.rollout.engine.checkpoint import checkpoint_shapes
+from unirl.rollout.engine.checkpoint import checkpoint_shapes, part_files
 from unirl.types.errors import ConfigError
 from unirl.types.weights import qualified
 
@@ -75,3 +75,8 @@ def linked(folder: Path, scratch: Path, file: str, changed: Mapping[str, object]
 def pushed_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensor name -> shape of what a push to a pipeline folder's transformers must have."""
     return qualified({name: checkpoint_shapes(folder / name) for name in transformers(folder)})
+
+
+def pushed_files(folder: Path) -> dict[str, tuple[str, str]]:
+    """Tensor name of `pushed_shapes` -> its file, and its name in that."""
+    return qualified({name: part_files(folder / name, None) for name in transformers(folder)})

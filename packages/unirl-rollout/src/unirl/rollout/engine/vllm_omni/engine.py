@@ -100,12 +100,6 @@ class VLLMOmniEngine(ServedLatentsEngine):
         self._modality = self._family.modality
         self._settings = self._family.settings
         self._served = self._family.served | (frozenset() if len(transformers(folder)) == 1 else {"guidance_scale_2"})
-        if own.max_lora_rank is not None and not self._family.takes_adapters:
-            raise ConfigError(
-                f"engine.max_lora_rank = {own.max_lora_rank}: adapters of {folder.name} cannot be pushed to vLLM-Omni "
-                "as they are. Set it to null, and push them merged: sync._target_: "
-                "unirl.distributed.weight_sync.full.FullWeightSync."
-            )
         self._dtype = dtype_named(own.dtype, "engine.dtype")
         self._drops_text_encoders = drop_text_encoders
         options = {

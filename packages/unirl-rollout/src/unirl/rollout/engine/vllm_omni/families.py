@@ -55,8 +55,9 @@ class Family:
     """True if the experts of a layer are distributed over devices (expert parallelism)."""
     pushed: Mapping[str, str] | None = None
     """For unified models, which have one folder: prefix of weight names in the checkpoint -> in a push."""
-    takes_adapters: bool = True
-    """True if LoRA adapters can be pushed unmerged; merged ones always can."""
+    merges_adapters: bool = False
+    """True if the workers merge a pushed LoRA adapter into the weights of the checkpoint, because vLLM-Omni's adapters
+    do not reach all its layers."""
     loaded_as: str | None = None
     """Pipeline class that vLLM-Omni is told to load instead, whose requests bring no images for its own processing."""
     reads: tuple[type[Condition], ...] = ()
@@ -92,11 +93,11 @@ SERVED: Mapping[str, Family] = {
         loaded_as="WanPipeline",
         reads=(ImageLatentCondition, ImageEmbedCondition),
     ),
-    # vLLM-Omni supports adapters only in the blocks, not in the text refiner, which LoRA trains too.
-    "HunyuanVideo15Pipeline": Family(Modality.VIDEO, takes_adapters=False),
+    # vLLM-Omni's adapters reach only the blocks, not the text refiner, which LoRA trains too.
+    "HunyuanVideo15Pipeline": Family(Modality.VIDEO, merges_adapters=True),
     "HunyuanVideo15ImageToVideoPipeline": Family(
         Modality.VIDEO,
-        takes_adapters=False,
+        merges_adapters=True,
         loaded_as="HunyuanVideo15Pipeline",
         reads=(ImageLatentCondition, ImageEmbedCondition),
     ),
@@ -105,7 +106,7 @@ SERVED: Mapping[str, Family] = {
         worker="bagel.GivenBagelPipeline",
         topology="bagel_single_stage",
         pushed={"language_model.": ""},
-        takes_adapters=False,
+        merges_adapters=True,
         settings=frozenset({INTERVAL, "guidance_scale_image", "guidance_renorm", "guidance_renorm_min"}),
     ),
     "hunyuan_image_3_moe": Family(
@@ -113,7 +114,7 @@ SERVED: Mapping[str, Family] = {
         topology="hunyuan_image3_dit",
         has_experts=True,
         pushed={"model.": "model.", "lm_head.": "lm_head."},
-        takes_adapters=False,
+        merges_adapters=True,
         settings=frozenset({INTERVAL}),
     ),
 }

@@ -7,17 +7,18 @@ import importlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from unirl.rollout.engine.checkpoint import part_shapes
+from unirl.rollout.engine.checkpoint import part_files, part_shapes
 from unirl.rollout.engine.child.adapter import SentAdapter
 from unirl.rollout.engine.child.messages import Start
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
-from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, linked, served_class
+from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, linked, pushed_files, served_class
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.served_latents.ranks import failures
 from unirl.rollout.engine.vllm_omni.families import FAMILY, SERVED, Family, family_of
@@ -60,6 +61,9 @@ class EngineHost(LatentsHost):
         self._model = folder
         self._adapter: Any = None  # Any: vLLM-Omni's own
         self._num_adapters = 0
+        self._family = family
+        self._merged: set[str] | None = None
+        """Tensors of the last merged adapter."""
         shapes = None if family.pushed is None else part_shapes(folder, family.pushed)
         super().__init__(start, self._facts["dtype"], shapes)
 
@@ -89,6 +93,33 @@ class EngineHost(LatentsHost):
         return [found["checksum"] for found in self._ask("unirl_checksum")]
 
     def _act_with(self, adapter: SentAdapter) -> int:
+        return self._merge(adapter) if self._family.merges_adapters else self._attach(adapter)
+
+    def _merge(self, adapter: SentAdapter) -> int:
+        """Replace the weights of the adapter's layers by merged ones, and prove that they took effect."""
+        if self._merged not in (None, set(adapter.tensors)):
+            raise WeightSyncError(
+                "the adapter has other layers than the last one, whose changes would stay in the weights of the others"
+            )
+        self._merged = set(adapter.tensors)
+        found = self._ask("unirl_merge_adapter", str(adapter.folder), self._base_files, self._dtype)
+        self._sent = {"merged": found[0]["merged"]}
+        self._prove_effect()
+        num_layers: int = found[0]["num_layers"]
+        return num_layers
+
+    @cached_property
+    def _base_files(self) -> dict[str, tuple[str, str]]:
+        """Name of a pushed tensor -> its file in the checkpoint, and its name there."""
+        pushed = self._family.pushed
+        return pushed_files(self._model) if pushed is None else part_files(self._model, pushed)
+
+    @property
+    def _dtype(self) -> str:
+        """The engine's, as an attribute of torch."""
+        return str(self._facts["dtype"]).removeprefix("torch.")
+
+    def _attach(self, adapter: SentAdapter) -> int:
         self._num_adapters += 1
         number, last = self._num_adapters, self._adapter
         tensors = adapter.tensors

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from unirl.rollout.engine.served_latents.ranks import of_all_ranks
+from unirl.types.adapters import factor_pairs, merged_weight
 from unirl.types.bucket_files import MappedBuckets
-from unirl.types.weights import tensor_checksum
+from unirl.types.weights import plain_names, tensor_checksum
 
 _EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
 _LORA: Any = importlib.import_module("vllm_omni.lora.request").LoRARequest
@@ -79,6 +83,31 @@ class PushExtension(_EXTENSION):
             return {"error": f"{type(error).__name__}: {error}"}
         # vLLM-Omni refuses layers without a module; layers that it did not read are not counted.
         return {"num_layers": len(manager._registered_adapters[number].loras)}
+
+    def unirl_merge_adapter(self, adapter: str, base: dict[str, tuple[str, str]], dtype: str) -> Facts:
+        """Replace the weights of an adapter's layers by those of the checkpoint with the adapter merged into them;
+        `error` if vLLM-Omni takes one of them for no parameter.
+
+        adapter: a folder in peft's format. base: name of a layer's weight -> its file in the checkpoint, and its name
+        there.
+        """
+        config = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = plain_names(load_file(Path(adapter) / "adapter_model.safetensors"))
+        pipeline: Any = self.model_runner.pipeline
+        digest, own = xxhash.xxh3_128(), getattr(torch, dtype)
+        layers = factor_pairs(tensors)
+        for layer, (a, b) in layers.items():
+            name = f"{layer}.weight"
+            file, stored = base[name]
+            with safe_open(file, framework="pt") as opened:
+                weight = opened.get_tensor(stored)
+            a, b, weight = (tensor.to(pipeline.device) for tensor in (a, b, weight))
+            merged = merged_weight(weight, a, b, rank=config["r"], alpha=config["lora_alpha"], dtype=own)
+            digest.update(tensor_checksum(merged).encode())
+            # Alone, since some of vLLM-Omni's loaders drop a tensor that they do not know, and say nothing.
+            if not pipeline.load_weights([(pipeline.weight_prefix + name, merged)]):
+                return {"error": f"{name} belongs to no parameter"}
+        return {"num_layers": len(layers), "merged": digest.hexdigest()}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return self.model_runner.pipeline.pushed_modules
