@@ -273,6 +273,31 @@ def test_images_alone_are_drawn_without_a_thought():
     assert list(resp.tracks) == ["image"] and set(field.read) == {"text"}
 
 
+def test_a_stage_in_another_worker_reads_thoughts_with_its_own_copy_of_the_pipeline_that_wrote_them():
+    together, _, _ = thinking()
+    expected = tracks(together.generate(request()))
+    (_, words, field), (_, _, elsewhere) = thinking(), thinking()
+    writer = TrainsideTextEngine(cast_any(words), cast_any(Weights(words, field)), forward_batch_size=4)
+    painter = TrainsideRolloutEngine(cast_any(elsewhere), cast_any(Weights(words, elsewhere)), forward_batch_size=12)
+    writes = StagesEngine({"text": BuiltStage(engine=writer, pipeline=words, reader=Asked(), policy="default")})
+    stage = BuiltStage(
+        engine=painter,
+        pipeline=elsewhere,
+        reader=Thought(),
+        policy="default",
+        grows_from="text",
+        parent_pipeline=FiveWords(),
+    )
+    draws = StagesEngine({"image": stage})
+    asked = request()
+    written = writes.generate(asked.replace(sampling_params=StagedSamplingParams(stages={"text": TEXTS})))
+    drawing = asked.replace(sampling_params=StagedSamplingParams(stages={"image": IMAGES}))
+    found = tracks(draws.generate(drawing, begun=written))
+    assert found["text"].decoded.texts == expected["text"].decoded.texts
+    assert torch.equal(found["image"].segment.latents, expected["image"].segment.latents)
+    assert elsewhere.read["thought"] == expected["image"].primitives["thought"].texts
+
+
 class Sizing(FiveWords):
     """Thoughts that begin with the first word ask for 16 x 32 pixels, with the second for 24 x 24; others for none."""
 

@@ -266,15 +266,15 @@ def engine_elsewhere_has_own_weights(run: ComposedRun) -> Messages:
 
 
 def sizes_are_read_where_they_are_chosen(run: ComposedRun) -> Messages:
-    """A stage that reads the sizes that a text chooses is in the group of the pipeline that wrote the text."""
+    """A stage that reads the sizes that a text chooses has the model of the pipeline that wrote the text."""
     for stage in run.stages:
         if stage.reads is None or stage.grows_from is None or not stage.reads.ability("reads_sizes"):
             continue
         parent = run.stage_of(stage.grows_from)
-        if group_of(run, parent.at) != group_of(run, stage.at):
+        if parent.policy != stage.policy and group_of(run, parent.at) != group_of(run, stage.at):
             yield (
-                f"{stage.at}.pool: {stage.reads.name} reads sizes with the pipeline of {parent.track}, which stands on "
-                f"other devices ({group_of(run, parent.at).given.shown}). Let both stand in one pool."
+                f"{stage.at}.pool: {stage.reads.name} reads sizes with the pipeline of {parent.track}, a model of "
+                f"another policy on other devices ({group_of(run, parent.at).given.shown}). Let both stand in one pool."
             )
 
 

@@ -91,5 +91,7 @@ class BuiltStage:
     """Name of the policy that it samples from."""
     grows_from: str | None = None
     """The parent track; None: the request."""
+    parent_pipeline: Any = None  # Any: as `pipeline`
+    """Pipeline of the parent track, where that stage is in another worker and its policy's model is in this one too."""
     can_resume: bool = False
     """True if the engine ends early what it makes, and continues it (`BaseRolloutEngine.can_resume`)."""

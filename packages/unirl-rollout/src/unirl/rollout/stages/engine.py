@@ -47,7 +47,8 @@ class StagesEngine(BaseRolloutEngine):
 
     def __init__(self, stages: Mapping[str, BuiltStage]) -> None:
         self._stages = dict(stages)
-        self._pipelines = {track: stage.pipeline for track, stage in stages.items()}
+        above = {stage.grows_from: stage.parent_pipeline for stage in stages.values() if stage.grows_from is not None}
+        self._pipelines = {**above, **{track: stage.pipeline for track, stage in stages.items()}}
         self._engines = list({id(stage.engine): stage.engine for stage in stages.values()}.values())
         """Each once: stages of a policy may share one."""
         self._resuming = list(
@@ -72,9 +73,10 @@ class StagesEngine(BaseRolloutEngine):
 
     def _check_sizes(self, track: str, params: DiffusionSamplingParams, plan: DiffusionPlan) -> None:
         stage = self._stages[track]
-        if stage.grows_from not in self._pipelines:
-            return  # a stage whose parent runs in another engine reads no sizes
-        for height, width in stage.reader.possible_sizes(self._pipelines[stage.grows_from]):
+        parent = None if stage.grows_from is None else self._pipelines[stage.grows_from]
+        if parent is None:
+            return  # it reads no sizes
+        for height, width in stage.reader.possible_sizes(parent):
             sized = dataclasses.replace(params, height=height, width=width)
             if not torch.equal(stage.pipeline.sigmas(sized), plan.sigmas):
                 raise ConfigError(

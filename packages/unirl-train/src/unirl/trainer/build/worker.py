@@ -297,9 +297,19 @@ def _joined(
             reader=instantiate(stage.reads.node),
             policy=stage.policy,
             grows_from=stage.grows_from,
+            parent_pipeline=_parent_pipeline(run, stage, models),
             can_resume=bool(stage.engine.ability("can_resume")),
         )
     return instantiate({TARGET: STAGES_ENGINE}, stages=built)
+
+
+def _parent_pipeline(run: ComposedRun, stage: Stage, models: Mapping[str, BuiltModel]) -> Built:
+    """The pipeline of the track that a stage grows from; None if its model is not in this worker."""
+    if stage.grows_from is None:
+        return None
+    parent = run.stage_of(stage.grows_from)
+    model = models.get(parent.policy)
+    return None if model is None else model.pipelines[model.plan.pipeline_name(str(parent.track))]
 
 
 def _taking_turns(stage: Stage, engine: Built, models: Mapping[str, BuiltModel], context: WorkerContext) -> Built:
