@@ -44,6 +44,8 @@ MODELS: Mapping[str, Model] = {
     "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
     "qwen_image": Model("latents", "qwen_image_small", "shapes", write=write_qwen_image),
     "flux1": Model("latents", "flux1_small", "shapes", write=flux1.write),
+    "flux1_kontext": Model("latents", "flux1_kontext_small", "edits", shows_media=True, write=flux1.write_kontext),
+    "flux2_klein_edit": Model("latents", "flux2_klein_shapes", "edits", shows_media=True),
     "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
     "wan21": Model("latents", "wan21_moves", "moves"),
     "wan22": Model("latents", "wan22_small", "moves", write=wan.write_two_experts),
@@ -66,6 +68,7 @@ MODELS: Mapping[str, Model] = {
         write=hunyuan_video15.write_image_to_video,
     ),
     "ltx2": Model("latents", "ltx2_small", "moves", write=ltx2.write),
+    "bagel": Model("latents", "bagel_small", "shapes"),
     "qwen3": Model("text", "qwen3_arithmetic", "arithmetic"),
     "qwen_vl": Model("text", "qwen_vl_shapes", "shapes_questions", shows_media=True),
 }
