@@ -226,11 +226,14 @@ def _step(share: Share, mode: Rehearsal, run_dir: Path) -> _Step:
                 runtime.role("stack", StackRole).train(chosen, progress=0.0)
             chosen.release()
             _label(mode, backends)
-            if share.pushes:
+            if any(pushed is not None for pushed in share.pushes):
                 with observed("push"):
-                    for backend in backends:
-                        for _ in backend.weight_source.weights():
-                            pass
+                    for backend, pushed in zip(backends, share.pushes, strict=True):
+                        if pushed:
+                            backend.weight_source.adapter_weights(None)
+                        elif pushed is not None:
+                            for _ in backend.weight_source.weights():
+                                pass
             counts, mode.counts = mode.counts, Counts()
             trainer.collector.collect(2).resp.release()
             sampling: Mapping[Call, float] = counts.operators.get("rollout", {})

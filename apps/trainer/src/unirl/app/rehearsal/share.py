@@ -79,8 +79,9 @@ class Share:
     """Fraction of this rank's samples of an evaluation that are rehearsed, one forward; 0 without an evaluation."""
     updates: float
     """Updates of a rollout over those that are rehearsed."""
-    pushes: bool
-    """True if weights are gathered for an engine."""
+    pushes: tuple[bool | None, ...]
+    """Per policy that trains: True if its adapters are gathered for an engine, False if all weights are, None without
+    pushes."""
     answer_tokens: int
     """Tokens of what an environment answers to a turn, where an episode has room for them."""
     branching: Branching | None
@@ -174,7 +175,10 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
         apart=apart,
         evaluated=evaluated,
         updates=run.policy.stack.get("num_updates_per_batch", 1) / _num_updates(run.policy),
-        pushes=any(policy.sync is not None for policy in run.policies.values()),
+        pushes=tuple(
+            None if policy.sync is None else bool(policy.sync.ability("sends_adapters"))
+            for policy in run.policies.values()
+        ),
         answer_tokens=answer_tokens,
         branching=branching,
         notes=tuple(_notes(run, apart, answer_tokens, branching)),
