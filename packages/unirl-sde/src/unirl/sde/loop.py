@@ -111,23 +111,10 @@ def sample(
     """
     levels = _checked_sigmas(sigmas)
     num_steps = len(levels) - 1
-    sde_steps = _checked_sde_indices(sde_indices, num_steps)
-    if not 0 <= start < num_steps or any(step < start for step in sde_steps):
-        raise ValueError(
-            f"start = {start} must lie in 0 .. {num_steps - 1} and before the stochastic steps {sde_steps}."
-        )
-    kept = kept_positions(keep, sde_steps, num_steps, start)
+    sde_steps = _checked_sde_indices(sde_indices, num_steps, start)
+    recorder = _Recorder(kept_positions(keep, sde_steps, num_steps, start), storage_dtype, keep_means)
     last_sde = sde_steps[-1] if sde_steps else -1
-    if sde_steps and (strategy is None or step_noise is None or eta == 0):
-        raise ValueError(
-            f"stochastic steps {sde_steps} need a strategy, step_noise and eta > 0; got strategy = {strategy}, "
-            f"step_noise = {step_noise}, eta = {eta}. Pass sde_indices=[] for a deterministic trajectory."
-        )
-    if strategy is not None and not strategy.takes_last_step and last_sde == num_steps - 1 and levels[-1] == 0:
-        raise ValueError(
-            f"the {strategy.name} kernel adds no noise on the step to sigma = 0, which then has no log-probability. "
-            f"Leave step {last_sde} out of the stochastic ones ({sde_steps})."
-        )
+    _check_kernel(strategy, step_noise, eta, sde_steps, levels)
     own_B = _checked_own_steps(own_steps, sde_steps, initial, start)
     if keep_means and not sde_steps:
         raise ValueError("keep_means needs stochastic steps: sde_indices is empty.")
@@ -136,12 +123,11 @@ def sample(
         solver.reset(torch.tensor(levels, dtype=torch.float32, device="cpu"))
 
     x = initial.float()
-    latents, logps, means, end = [], [], [], num_steps
+    end = num_steps
     for index in range(start, num_steps):
         if index in sde_steps:
             x = x.to(storage_dtype).float()
-        if index in kept:
-            latents.append(x.to(storage_dtype))
+        recorder.record_latent(index, x)
         sigma_R, sigma_next_R, step_R = _rows(x, levels, index)
         if strategy is not None and step_noise is not None and index in sde_steps:
             predicted = velocity(x, sigma_R, step_R)
@@ -164,8 +150,7 @@ def sample(
                 is_own_B = own_B == index
                 x = torch.where(over_rows(is_own_B, x), out.next, euler_step(x, predicted, sigma_R, sigma_next_R))
                 logp_B = torch.where(is_own_B, logp_B, torch.nan)
-            logps.append(logp_B)
-            means += [out.mean] if keep_means else []
+            recorder.record_step(logp_B, out.mean)
         elif solver is not None and index > last_sde:
             x = solver.step(x, velocity(x, sigma_R, step_R), index)
         else:
@@ -173,14 +158,61 @@ def sample(
         if on_step is not None and on_step(index, x):
             end = index + 1
             break
-    latents.append(x.to(storage_dtype))
-    return Trajectory(
-        latents=torch.stack(latents, dim=1),
-        indices=sorted({end, *(position for position in kept if position < end)}),
-        sde_indices=[step for step in sde_steps if step < end],
-        sde_logp=torch.stack(logps, dim=1) if logps else None,
-        sde_means=torch.stack(means, dim=1) if means else None,
-    )
+    return recorder.trajectory(end, x, sde_steps)
+
+
+class _Recorder:
+    """Collects what a walk stores, and makes the trajectory of it."""
+
+    def __init__(self, positions: set[int], storage_dtype: torch.dtype, keep_means: bool) -> None:
+        self._positions = positions
+        self._dtype = storage_dtype
+        self._keeps_means = keep_means
+        self._latents: list[Tensor] = []
+        self._logps: list[Tensor] = []
+        self._means: list[Tensor] = []
+
+    def record_latent(self, position: int, x: Tensor) -> None:
+        """The walk is at a position before its end."""
+        if position in self._positions:
+            self._latents.append(x.to(self._dtype))
+
+    def record_step(self, logp_B: Tensor, mean: Tensor) -> None:
+        """The walk took a stochastic step."""
+        self._logps.append(logp_B)
+        if self._keeps_means:
+            self._means.append(mean)
+
+    def trajectory(self, end: int, x: Tensor, sde_steps: Sequence[int]) -> Trajectory:
+        """The walk ended at position `end` with the latent x. sde_steps: those of the whole schedule."""
+        return Trajectory(
+            latents=torch.stack([*self._latents, x.to(self._dtype)], dim=1),
+            indices=sorted({end, *(position for position in self._positions if position < end)}),
+            sde_indices=[step for step in sde_steps if step < end],
+            sde_logp=torch.stack(self._logps, dim=1) if self._logps else None,
+            sde_means=torch.stack(self._means, dim=1) if self._means else None,
+        )
+
+
+def _check_kernel(
+    strategy: SDEStrategy | None,
+    step_noise: Callable[[int], Tensor] | None,
+    eta: float,
+    sde_steps: Sequence[int],
+    levels: Sequence[float],
+) -> None:
+    """Raise ValueError unless the stochastic steps have a kernel with a log-probability for each of them."""
+    if sde_steps and (strategy is None or step_noise is None or eta == 0):
+        raise ValueError(
+            f"stochastic steps {sde_steps} need a strategy, step_noise and eta > 0; got strategy = {strategy}, "
+            f"step_noise = {step_noise}, eta = {eta}. Pass sde_indices=[] for a deterministic trajectory."
+        )
+    last_sde, last = sde_steps[-1] if sde_steps else -1, len(levels) - 2
+    if strategy is not None and not strategy.takes_last_step and last_sde == last and levels[-1] == 0:
+        raise ValueError(
+            f"the {strategy.name} kernel adds no noise on the step to sigma = 0, which then has no log-probability. "
+            f"Leave step {last_sde} out of the stochastic ones ({sde_steps})."
+        )
 
 
 def _check_solver_steps(start: int, sde_steps: Sequence[int], num_steps: int) -> None:
@@ -313,8 +345,10 @@ def _checked_own_steps(
     return torch.tensor(list(own_steps), device=initial.device)
 
 
-def _checked_sde_indices(sde_indices: Sequence[int], num_steps: int) -> list[int]:
+def _checked_sde_indices(sde_indices: Sequence[int], num_steps: int, start: int) -> list[int]:
     steps = sorted(int(index) for index in sde_indices)
     if len(set(steps)) != len(steps) or any(not 0 <= index < num_steps for index in steps):
         raise ValueError(f"sde_indices = {list(sde_indices)} must be distinct and within 0 .. {num_steps - 1}.")
+    if not 0 <= start < num_steps or any(step < start for step in steps):
+        raise ValueError(f"start = {start} must lie in 0 .. {num_steps - 1} and before the stochastic steps {steps}.")
     return steps
