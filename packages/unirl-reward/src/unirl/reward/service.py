@@ -20,18 +20,18 @@ from torch import Tensor
 
 from unirl.reward.asking import FailurePolicy, ask_again, ask_scorer
 from unirl.reward.base import LocalScorer, device_of
-from unirl.reward.compose import Aggregation, checked_weights, composed, failed_groups
+from unirl.reward.compose import Aggregation, checked_weights, composed
+from unirl.reward.joining import completed, first_errors, joined, without_failed_episodes
 from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.episodes import EPISODE
-from unirl.types.errors import ConfigError, ContractError, RewardError, as_sentence
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.closing import Closeable
 from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
 from unirl.types.reward import RewardRequest, RewardResponse, reward_request, reward_requests
 from unirl.types.roles import Collect, Dispatch, distributed
-from unirl.types.rollout import Credit, RolloutResp, RolloutTrack
-from unirl.types.segments import SegmentStatus, TextSegment
+from unirl.types.rollout import Credit, RolloutResp
+from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +123,10 @@ class RewardService:
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._without_failed(own, self._scored_by_size(reward_requests(resp, track)))
+        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = without_failed_episodes(own, scored, self.on_failure)
         if self._elsewhere:
-            scored = _completed(own, scored, self._all_weights, self.aggregation)
+            scored = completed(own, scored, self._all_weights, self.aggregation)
         if is_shaped and isinstance(own.segment, TextSegment):
             params = own.segment.params
             max_len = None if params is None else params.max_new_tokens
@@ -148,38 +149,13 @@ class RewardService:
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._without_failed(own, self._scored_by_size(reward_requests(resp, track)))
+        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = without_failed_episodes(own, scored, self.on_failure)
         resp.tracks[track] = own.replace(
             component_rewards={**own.component_rewards, **scored.component_rewards},
-            reward_errors=_first_errors(own.reward_errors, scored.errors),
+            reward_errors=first_errors(own.reward_errors, scored.errors),
         )
         resp.reward_compute_s += scored.compute_s
-
-    def _without_failed(self, track: RolloutTrack, scored: RewardResponse) -> RewardResponse:
-        """The answer without rewards for groups with an episode whose environment failed: what came of it says nothing
-        about the policy. Raises RewardError unless `on_failure` is drop_group."""
-        status = None if track.segment is None else track.segment.status
-        failed = [] if status is None else (status == SegmentStatus.FAILED).nonzero().flatten().tolist()
-        if not failed:
-            return scored
-        rows = track.metadata or [None] * track.batch_size
-        reasons = {row: str(((rows[row] or {}).get(EPISODE) or {}).get("reason")) for row in failed}
-        if self.on_failure != "drop_group":
-            row, reason = next(iter(reasons.items()))
-            raise RewardError(
-                f"{len(failed)} episodes failed, first {track.sample_ids[row]}: {as_sentence(reason)} Mend the "
-                "environment, or set reward.on_failure: drop_group, which replaces their groups by other prompts."
-            )
-        errors = [scored.errors[row] or reasons.get(row) for row in range(track.batch_size)]
-        num_dropped = _drop_groups(track.sample_ids, track.group_ids, errors)
-        is_known = torch.tensor([error is None for error in errors])
-        counters = scored.counters or {}
-        return scored.replace(
-            rewards=torch.where(is_known, scored.rewards, torch.nan),
-            successes=is_known.tolist(),
-            errors=errors,
-            counters={**counters, "dropped_groups": num_dropped},
-        )
 
     def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]]) -> RewardResponse:
         """The answer to requests about images of one size each, in the order of the rows that they ask about."""
@@ -330,25 +306,9 @@ class RewardService:
             ask = functools.partial(self._ask, name)
             final[name], retried = ask_again(name, ask, request, first(name), self.on_failure, self.max_retries)
             num_retried += retried
-        errors: list[str | None] = [None] * len(request.sample_ids)
-        for name, answer in final.items():
-            for row, error in enumerate(answer.errors):
-                if error is not None and errors[row] is None:
-                    errors[row] = f"scorer {name}: {error}"
-        num_failed = sum(error is not None for error in errors)
-        num_dropped = _drop_groups(request.sample_ids, request.group_ids or request.sample_ids, errors)
-        failed = torch.tensor([error is not None for error in errors])
         # Those elsewhere are still missing, so what is composed here is replaced: a mean might divide by 0.
         aggregation = "weighted_sum" if self._elsewhere else self.aggregation
-        rewards_B = composed({name: answer.rewards for name, answer in final.items()}, self.weights, aggregation)
-        return RewardResponse(
-            sample_ids=list(request.sample_ids),
-            rewards=torch.where(failed, torch.nan, rewards_B),
-            component_rewards=_component_rewards(final),
-            successes=(~failed).tolist(),
-            errors=errors,
-            counters={"failed_samples": num_failed, "dropped_groups": num_dropped, "retried_samples": num_retried},
-        )
+        return joined(final, request, self.weights, aggregation, num_retried)
 
 
 def _asked_alone(
@@ -377,54 +337,3 @@ def _by_name(scorers: Mapping[str, Scorer] | Sequence[Scorer]) -> dict[str, Scor
         if not isinstance(scorer, Scorer):
             raise ConfigError(f"{name} is a {type(scorer).__name__}, which is no scorer: it needs `name` and `score`")
     return {str(name): scorer for name, scorer in named}
-
-
-def _completed(
-    track: RolloutTrack, scored: RewardResponse, weights: Mapping[str, float], aggregation: Aggregation
-) -> RewardResponse:
-    """The answer of some scorers with what those elsewhere have written into the track. weights: of all scorers."""
-    found = {**track.component_rewards, **scored.component_rewards}
-    raw = {name: found[name] for scorer in weights for name in found if name.partition("/")[0] == scorer}
-    missing = sorted(set(weights) - set(raw))
-    if missing:
-        raise ContractError(f"scorers {missing} of other pools have not scored this track; call score_part first")
-    errors = _first_errors(track.reward_errors, scored.errors)
-    _drop_groups(track.sample_ids, track.group_ids, errors)
-    failed_B = torch.tensor([error is not None for error in errors])
-    rewards_B = composed({name: raw[name] for name in weights}, weights, aggregation)
-    return scored.replace(
-        rewards=torch.where(failed_B, torch.nan, rewards_B),
-        component_rewards=raw,
-        successes=(~failed_B).tolist(),
-        errors=errors,
-    )
-
-
-def _first_errors(earlier: Sequence[str | None], later: Sequence[str | None]) -> list[str | None]:
-    """The first error of each sample; no sample had one where `earlier` is empty."""
-    return [one or other for one, other in zip(earlier or [None] * len(later), later, strict=True)]
-
-
-def _drop_groups(sample_ids: Sequence[str], group_ids: Sequence[str], errors: list[str | None]) -> int:
-    """Give every sample of a failed group an error. Returns how many groups failed."""
-    groups = failed_groups([error is None for error in errors], group_ids)
-    culprits: dict[str, str] = {}
-    for name, group, error in zip(sample_ids, group_ids, errors, strict=True):
-        if error is not None:
-            culprits.setdefault(group, name)
-    for row, group in enumerate(group_ids):
-        if group in culprits and errors[row] is None:
-            errors[row] = f"group {group} is dropped because sample {culprits[group]} failed"
-    return len(groups)
-
-
-def _component_rewards(answers: Mapping[str, RewardResponse]) -> dict[str, Any]:
-    """Each scorer's reward under its name and its components under `scorer/component`."""
-    found = {}
-    for name, answer in answers.items():
-        found[name] = answer.rewards
-        for key, value in answer.component_rewards.items():
-            component = key.partition("/")[2]
-            if component:
-                found[f"{name}/{component}"] = value
-    return found
