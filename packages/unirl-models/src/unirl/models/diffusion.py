@@ -14,11 +14,12 @@ from torch import Tensor
 
 from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
 from unirl.sde import loop
-from unirl.sde.loop import Velocity
+from unirl.sde.loop import Trajectory, Velocity
 from unirl.sde.solvers import DPMSolverPP2M, Solver, UniPCSolver
 from unirl.sde.unfinished import Unfinished, Walk
 from unirl.types.branching import Branching
 from unirl.types.errors import ConfigError, ContractError
+from unirl.types.media import Modality
 from unirl.types.precision import DTYPES
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
@@ -103,6 +104,28 @@ def walked_together(
     return run
 
 
+def check_sizes(
+    conditions: Conditions,
+    initial_latents: Tensor,
+    sigmas: Tensor,
+    noise_keys: Sequence[str],
+    shape: tuple[int, ...],
+    num_steps: int,
+) -> None:
+    """Raise ContractError unless the latents have the shape of one, [B, *shape], each has a row of the conditions and
+    a noise key, and the schedule has a sigma more than steps."""
+    num_samples = initial_latents.shape[0]
+    if tuple(initial_latents.shape[1:]) != shape:
+        raise ContractError(f"initial latents are {tuple(initial_latents.shape)}; this geometry needs [B, *{shape}]")
+    if not num_rows(conditions) == len(noise_keys) == num_samples:
+        raise ContractError(
+            f"{num_samples} initial latents, {num_rows(conditions)} conditions and {len(noise_keys)} noise keys: "
+            "one of each per sample"
+        )
+    if sigmas.numel() != num_steps + 1:
+        raise ContractError(f"{sigmas.numel()} sigmas for num_inference_steps = {num_steps}: one more than steps")
+
+
 def check_trees(branching: Branching, start_keys: Sequence[str] | None, num_samples: int) -> None:
     """Raise ContractError unless the samples are whole trees, each from one start."""
     size = branching.num_leaves
@@ -152,6 +175,21 @@ def common_start(
     )
     final = walk.latents if walk.is_over and walk.latents is not None else walked.final
     return final[[rows.index(first_of[key]) for key in start_keys]], walked.indices[-1]
+
+
+def segment_of(
+    trajectory: Trajectory, modality: Modality, sigmas: Tensor, own_steps: Sequence[int] | None
+) -> LatentSegment:
+    """The segment that stores a trajectory of B samples. own_steps: B of its stochastic steps; None: each has all."""
+    return LatentSegment(
+        modality=modality,
+        latents=trajectory.latents,
+        sigmas=sigmas.detach().to("cpu", torch.float32),
+        indices=trajectory.indices,
+        sde_indices=trajectory.sde_indices,
+        sde_logp=trajectory.sde_logp,
+        own_steps=None if own_steps is None else torch.tensor(list(own_steps), device=trajectory.latents.device),
+    )
 
 
 # Samples that were ended early --------------------------------------------------------------------------------------

@@ -17,15 +17,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
+from unirl.models.adapter import DiffusionAdapter, select_rows
 from unirl.models.diffusion import (
     ReplayedTransitions,
+    check_sizes,
     check_trees,
     common_start,
     ended_early,
     in_forwards,
     never,
     recalls,
+    segment_of,
     solver_of,
     stochastic_steps,
     unfinished_steps,
@@ -129,21 +131,8 @@ class DiffusionPipeline:
         Raises ContractError if sizes disagree, ConfigError for parameters that this pipeline cannot honour.
         """
         self._check(params)
-        num_samples = initial_latents.shape[0]
-        shape = self.adapter.latent_shape(params)
-        if tuple(initial_latents.shape[1:]) != shape:
-            raise ContractError(
-                f"initial latents are {tuple(initial_latents.shape)}; this geometry needs [B, *{shape}]"
-            )
-        if not num_rows(conditions) == len(noise_keys) == num_samples:
-            raise ContractError(
-                f"{num_samples} initial latents, {num_rows(conditions)} conditions and {len(noise_keys)} noise keys: "
-                "one of each per sample"
-            )
-        if sigmas.numel() != params.num_inference_steps + 1:
-            raise ContractError(
-                f"{sigmas.numel()} sigmas for num_inference_steps = {params.num_inference_steps}: one more than steps"
-            )
+        num_samples, shape = initial_latents.shape[0], self.adapter.latent_shape(params)
+        check_sizes(conditions, initial_latents, sigmas, noise_keys, shape, params.num_inference_steps)
         sde_indices, solver, left = stochastic_steps(params), solver_of(params), unfinished_steps(begun)
         walk, branching = Walk(left, is_ending), params.branching
         solver_goes_on = recalls(solver, left, sigmas, sde_indices)
@@ -193,15 +182,7 @@ class DiffusionPipeline:
             solver=solver,
             storage_dtype=dtype,
         )
-        segment = LatentSegment(
-            modality=self.adapter.modality,
-            latents=trajectory.latents,
-            sigmas=sigmas.detach().to("cpu", torch.float32),
-            indices=trajectory.indices,
-            sde_indices=trajectory.sde_indices,
-            sde_logp=trajectory.sde_logp,
-            own_steps=None if own_steps is None else torch.tensor(list(own_steps), device=trajectory.latents.device),
-        )
+        segment = segment_of(trajectory, self.adapter.modality, sigmas, own_steps)
         if unfinished is not None:
             return ended_early(segment, unfinished)
         self.remember(conditions, segment, params)
