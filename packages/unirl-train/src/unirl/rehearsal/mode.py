@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -31,6 +27,7 @@ import unirl
 from unirl.rehearsal.device import register_device
 from unirl.rehearsal.ledger import Ledger
 from unirl.rehearsal.operators import COLLECTIVES, Call, Calls, total_flops
+from unirl.rehearsal.patches import TorchPatches
 from unirl.types.devices import PRETEND, has_values
 
 aten = torch.ops.aten
@@ -86,8 +83,7 @@ class Rehearsal(TorchDispatchMode):
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """Values of small tensors that were made of tensors of the host."""
         self._calls = Calls()
-        self._moving = 0
-        self._undo: list[Callable[[], None]] = []
+        self._patches = TorchPatches(self.ledger)
 
     def enter_phase(self, name: str) -> None:
         """Count as this phase's from now on."""
@@ -190,7 +186,7 @@ class Rehearsal(TorchDispatchMode):
                 return (values.item(),)
             return (True if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 0,)
         if func is aten._to_copy.default and isinstance(first, FakeTensor) and _is_host(named.get("device")):
-            if self._moving:  # a module that leaves the device: it stays where it is, and counts as the host's
+            if self._patches.is_moving:  # a module leaves the device: it stays where it is, and counts as the host's
                 self.ledger.leave(first)
                 return (first,)
             self._record("a tensor")
@@ -294,67 +290,9 @@ class Rehearsal(TorchDispatchMode):
             name = func._overloadpacket._qualified_op_name.split("::")[1].strip("_").removesuffix("_base")
             self.collectives_of_phase()[name] += largest
 
-    # What no mode sees -----------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Self:
-        resize, apply, swap = torch.UntypedStorage.resize_, nn.Module._apply, torch.utils.swap_tensors
-        build = torch.tensor
-        infer, new_group = ShardingPropagator._propagate_tensor_meta_non_cached, dist.new_group
-        ledger = self.ledger
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Value:
-            result = resize(storage, size)
-            ledger.resized(storage, size)
-            return result
-
-        def moved(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            with self._moving_modules():
-                return apply(module, lambda tensor: self._moved(fn, tensor), recurse)
-
-        def swapped(one: Tensor, two: Tensor) -> None:
-            # Parameters of a fake module have weak references, which torch refuses to swap.
-            if isinstance(one, FakeTensor) and isinstance(two, FakeTensor):
-                one.data = two.data
-            else:
-                swap(one, two)
-
-        def inferred(propagator: Value, *args: Value, **kwargs: Value) -> Value:
-            with ledger.silent():  # runs each operator once on whole tensors
-                return infer(propagator, *args, **kwargs)
-
-        def joined(*args: Value, backend: str | None = None, **kwargs: Value) -> Value:
-            del backend  # a group of gloo within a fake one ends the process
-            return new_group(*args, **kwargs)
-
-        self._patch(dist, "new_group", joined)
-
-        def listed(tensor: Tensor) -> Value:
-            return tensor.cpu().tolist()  # as torch does; a fake one reads each number
-
-        def built(data: Value, *args: Value, **kwargs: Value) -> Tensor:
-            # torch reads tensors within a list where no mode sees it.
-            is_list = isinstance(data, list | tuple)
-            return build([_number(each) for each in data] if is_list else data, *args, **kwargs)
-
-        _device_constructors()  # keeps what it finds first, which must be torch's own functions
-        module = torch.get_device_module(PRETEND)
-        self._patch(torch.accelerator, "current_stream", module.current_stream)
-        self._patch(FakeTensor, "tolist", listed)
-        self._patch(torch, "tensor", built)
-        self._patch(torch.UntypedStorage, "resize_", resized)
-        self._patch(nn.Module, "_apply", moved)
-        self._patch(torch.utils, "swap_tensors", swapped)
-        self._patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred)
-        # torch.tensor(1, device=...) then makes a host tensor and moves it through the dispatcher.
-        lifts = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)
-        self._undo.append(lambda: torch._C._set_only_lift_cpu_tensors(lifts))
+        self._patches.enter()
         return super().__enter__()
-
-    def _patch(self, owner: Value, name: str, value: Value) -> None:
-        before = getattr(owner, name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before))
 
     def __exit__(
         self,
@@ -362,21 +300,8 @@ class Rehearsal(TorchDispatchMode):
         exc_val: BaseException | None,
         exc_tb: TracebackType | None,
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.exit()
         super().__exit__(exc_type, exc_val, exc_tb)
-
-    def _moved(self, fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        self.ledger.come_back(tensor)
-        return fn(tensor)  # which says so if the tensor leaves, or stays away
-
-    @contextmanager
-    def _moving_modules(self) -> Generator[None]:
-        self._moving += 1
-        try:
-            yield
-        finally:
-            self._moving -= 1
 
 
 def own_place(file: str, line: int | None) -> str | None:
@@ -402,10 +327,6 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _is_host(device: torch.device | None) -> bool:
     return device is not None and torch.device(device).type == "cpu"
-
-
-def _number(value: Value) -> Value:
-    return value.tolist() if isinstance(value, FakeTensor) else value
 
 
 def _most(tensor: Tensor) -> int:
