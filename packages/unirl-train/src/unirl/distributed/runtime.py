@@ -7,7 +7,6 @@ held result stays with the workers that made it (`unirl.distributed.held`).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
@@ -17,13 +16,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from unirl.distributed.dispatch import HeldKey, collected, scatter, shard_arguments, shard_ranks
-from unirl.distributed.exchange import Piece, plan_shards
+from unirl.distributed.gathering import new_shards
 from unirl.distributed.held import Future, Held
 from unirl.distributed.pools.dealt import DealtRequests
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.running import LentPool, RunningPool, pool_metrics, scale_pools
 from unirl.distributed.spans import Span
-from unirl.distributed.worker import Builder, ComponentInfo, OwnRows, Usage, Worker, WorkerContext
+from unirl.distributed.worker import Builder, ComponentInfo, Usage, Worker, WorkerContext
 from unirl.types.errors import ConfigError, ContractError, UniRLError
 from unirl.types.roles import Collect, Dispatch, MeshPlace
 from unirl.types.rollout import RolloutResp
@@ -57,16 +56,6 @@ class Submitter:
             return self._runtime.submit(self._name, method, marker.dispatch, marker.collect, args, kwargs)
 
         return call
-
-
-def _check_chosen_once(sources: Sequence[tuple[Held, Sequence[int]]]) -> None:
-    chosen: collections.Counter[str] = collections.Counter()
-    for held, rows in sources:
-        names = [name for meta in held.metas for name in meta.root_track().sample_ids]
-        chosen.update(names[row] for row in rows)
-    repeated = sorted(name for name, count in chosen.items() if count > 1)
-    if repeated:
-        raise ContractError(f"samples {repeated[:3]} are chosen more than once; every sample needs its own id")
 
 
 def _write(resp: RolloutResp, path: Path) -> None:
@@ -286,52 +275,20 @@ class Runtime(ABC):
         Raises ContractError if a sample is chosen twice or does not exist, or the samples do not divide over the
         shards.
         """
-        keys = [held.key_for(held.runtime) for held, _ in sources]
-        plans = plan_shards(
-            [([meta.batch_size for meta in held.metas], rows) for held, rows in sources], self.num_shards
-        )
-        _check_chosen_once(sources)
+        shards = new_shards(sources, self, self.num_shards)
         hold_as = HeldKey(next(self._numbers))
-        own: list[list[OwnRows | None]] = [
-            [
-                OwnRows(keys[piece.source], piece.rows)
-                if piece.shard == shard and sources[piece.source][0].runtime is self
-                else None
-                for piece in plan.pieces
-            ]
-            for shard, plan in enumerate(plans)
-        ]
-        moving = [
-            (shard, piece)
-            for shard, plan in enumerate(plans)
-            for piece, rows in zip(plan.pieces, own[shard], strict=True)
-            if rows is None
-        ]
-        arrived: list[list[Any]] = [[] for _ in plans]
-        for (shard, _), rows in zip(moving, self._picked([piece for _, piece in moving], sources), strict=True):
-            arrived[shard].append(rows)
         ranks = shard_ranks(self._places())
         with self._unless_it_fails(hold_as):
             answers = self._assemble(
                 [
-                    (rank, (hold_as, own[shard], plan.order), arrived[shard])
-                    for shard, plan in enumerate(plans)
-                    for rank in ranks[shard]
+                    (rank, (hold_as, shard.own, shard.order), shard.arrived)
+                    for own, shard in zip(ranks, shards, strict=True)
+                    for rank in own
                 ]
             )
             metas = answers[:: len(ranks[0])]
             collected(Collect.CONCAT, metas)  # raises if the shards do not fit together
         return Held(self, hold_as, metas)
-
-    def _picked(self, pieces: Sequence[Piece], sources: Sequence[tuple[Held, Sequence[int]]]) -> list[Any]:
-        """The rows of each piece, or references to them, from the workers that hold them."""
-        found: dict[int, Any] = {}
-        for runtime in dict.fromkeys(held.runtime for held, _ in sources):
-            places = [place for place, piece in enumerate(pieces) if sources[piece.source][0].runtime is runtime]
-            calls = [(pieces[i].shard, sources[pieces[i].source][0].key, pieces[i].rows) for i in places]
-            if calls:
-                found.update(zip(places, runtime.pick_rows(calls), strict=True))
-        return [found[place] for place in range(len(pieces))]
 
     def pick_rows(self, calls: Sequence[tuple[int, HeldKey, tuple[int, ...]]]) -> list[Any]:
         """See `unirl.distributed.held.Holder`; the first rank of each shard answers."""
