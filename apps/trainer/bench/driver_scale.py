@@ -53,8 +53,9 @@ from unirl.distributed.dispatch import HeldKey
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.groups import WorkerGroups
 from unirl.distributed.held import Held
+from unirl.distributed.pools.cutting import Ask
 from unirl.distributed.pools.lent import LentMembers
-from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.cutting import Ask
+from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.pools.shelf import Store
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo, Worker, WorkerContext

@@ -15,7 +15,8 @@ from served_fakes import LocalMember, LocalStore
 from test_async_trainer import WAIT_S, CopyEngine, CutEngine, Made, training
 
 from unirl.distributed.groups import WorkerGroups
-from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.cutting import Ask
+from unirl.distributed.pools.served import ServedPool
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.weight_sync.served_syncs import PushedPool, ServedSyncs
 from unirl.distributed.worker import Worker, WorkerContext

@@ -12,7 +12,7 @@ from runtime_fakes import InProcess, build_source
 from served_fakes import LocalMember, pool_of, request
 
 from unirl.distributed.groups import WorkerGroups
-from unirl.distributed.pools.served import Ask, call_bounds
+from unirl.distributed.pools.cutting import Ask, call_bounds
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError
 from unirl.types.roles import Collect, Dispatch
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from unirl.distributed.group.ray_runtime import RayRuntime
 from unirl.distributed.group.remote_role import RemoteRole
-from unirl.distributed.pools.served import Ask
+from unirl.distributed.pools.cutting import Ask
 from unirl.distributed.spans import Span
 from unirl.distributed.worker import ComponentInfo
 from unirl.types.errors import UniRLError

@@ -26,7 +26,7 @@ from unirl.distributed.group.ray_worker import CONTROL, ProcessInfo, RayWorker
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.group.waiting import CallFailed, answers
 from unirl.distributed.held import Held
-from unirl.distributed.pools.served import Ask
+from unirl.distributed.pools.cutting import Ask
 from unirl.distributed.pools.shelf import Shelf
 from unirl.distributed.runtime import Runtime
 from unirl.distributed.spans import Span, SpanLog

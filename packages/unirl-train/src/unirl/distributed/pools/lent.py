@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from unirl.distributed.pools.served import Ask, ServedPool
+from unirl.distributed.pools.cutting import Ask
+from unirl.distributed.pools.served import ServedPool
 
 
 class LentMembers:

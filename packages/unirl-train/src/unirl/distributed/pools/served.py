@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from unirl.distributed.dispatch import HeldKey, collected, num_samples
-from unirl.distributed.exchange import plan_shards
+from unirl.distributed.dispatch import HeldKey, collected
 from unirl.distributed.group.remote_role import RemoteRole
 from unirl.distributed.held import Future, Held
-from unirl.distributed.pools.dealt import Bounds, Dealt, DealtRequests
+from unirl.distributed.pools.cutting import Ask, RequestCutter
+from unirl.distributed.pools.dealt import Dealt, DealtRequests
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.pools.shelf import Shelf, Store
 from unirl.distributed.runtime import Runtime
@@ -33,23 +31,8 @@ from unirl.types.rollout import RolloutReq, RolloutResp
 
 logger = logging.getLogger(__name__)
 
-CALLS_PER_MEMBER = 2
-"""Calls that a request is cut into for each device of the pool, where the recipe does not say."""
 _MAX_ROUNDS = 4
 """Times that all members may die of one call to all of them."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A call of a component of one member."""
-
-    role: str
-    method: str
-    args: tuple[Any, ...] = ()  # Any: as the component's methods
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # Any: as args
-    is_stored: bool = False
-    """True: the answer is the metadata of the result, and the result as the pool's `Store` keeps it."""
-
 
 USAGE, BEAT = "usage", "num_held"
 """Methods of the member's own `Worker`, asked by their name."""
@@ -99,7 +82,7 @@ class ServedPool(Runtime):
         self._make = make
         self._store = store
         self._num_devices = num_devices
-        self._rows_per_call = rows_per_call
+        self._cutter = RequestCutter(store, rows_per_call, num_devices)
         self._gates: Gates | None = None
         self._dealt_requests = DealtRequests(name, store)
         self._shelf = Shelf(store)
@@ -245,20 +228,8 @@ class ServedPool(Runtime):
         if request is None:
             raise ContractError(f"{role}.{method} names no request to cut, so a served pool cannot deal it")
         is_held = collect is Collect.HOLD
-        dealt = self._begun(request) if is_held else Dealt(self._bounds(request))
-        bounds = dealt.bounds
-        cut = [self._cut(value, bounds) for value in args]
-        named = {name: self._cut(value, bounds) for name, value in kwargs.items()}
-        asks = [
-            Ask(
-                role,
-                method,
-                tuple(column[call] for column in cut),
-                {name: column[call] for name, column in named.items()},
-                is_stored=is_held,
-            )
-            for call in range(len(bounds))
-        ]
+        dealt = self._begun(request) if is_held else Dealt(self._cutter.bounds(request))
+        asks = self._cutter.asks(Ask(role, method, args, kwargs, is_stored=is_held), dealt.bounds)
 
         def ask(call: int) -> Ask:
             if call not in dealt.given:
@@ -286,36 +257,12 @@ class ServedPool(Runtime):
 
     def _begun(self, request: RolloutReq) -> Dealt:
         if request.number is None:
-            return Dealt(self._bounds(request))
-        return self._dealt_requests.begin(request.number, request, lambda: self._bounds(request))
-
-    def _bounds(self, request: RolloutReq) -> Bounds:
-        return call_bounds(request.group_ids, self._target(request.batch_size))
+            return Dealt(self._cutter.bounds(request))
+        return self._dealt_requests.begin(request.number, request, lambda: self._cutter.bounds(request))
 
     @property
     def dealt_requests(self) -> Sequence[DealtRequests]:
         return [self._dealt_requests]
-
-    def _target(self, num_rows: int) -> int:
-        """Samples of a call at least, which must not depend on who lives."""
-        return self._rows_per_call or math.ceil(num_rows / (self._num_devices * CALLS_PER_MEMBER))
-
-    def _cut(self, value: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:  # Any: an argument of any kind
-        """The argument of each call."""
-        if isinstance(value, Held):
-            return self._cut_held(value, bounds)
-        if num_samples(value) is None:
-            return [value] * len(bounds)
-        return [value.slice(start, stop) for start, stop in bounds]
-
-    def _cut_held(self, held: Held, bounds: Sequence[tuple[int, int]]) -> list[Any]:  # Any: see Store.joined
-        key, sizes = held.key_for(held.runtime), [meta.batch_size for meta in held.metas]
-        pieces = [
-            [(piece.shard, key, piece.rows) for piece in plan_shards([(sizes, range(start, stop))], 1)[0].pieces]
-            for start, stop in bounds
-        ]
-        picked = iter(held.runtime.pick_rows([piece for own in pieces for piece in own]))
-        return [self._store.joined([next(picked) for _ in own]) for own in pieces]
 
     # Held values, which lie in the store --------------------------------------------------------------------------
 
@@ -393,14 +340,3 @@ class ServedPool(Runtime):
             self._is_closed = True
             self._shelf.clear()
             self._pool.stop()
-
-
-def call_bounds(group_ids: Sequence[str], num_rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of calls of at least `num_rows` samples each but the last, that split no group of neighbours."""
-    bounds, start = [], 0
-    for row in range(1, len(group_ids) + 1):
-        is_end = row == len(group_ids)
-        if is_end or (row - start >= num_rows and group_ids[row] != group_ids[row - 1]):
-            bounds.append((start, row))
-            start = row
-    return bounds
