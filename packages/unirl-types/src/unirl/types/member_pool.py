@@ -162,11 +162,19 @@ class _Lost:
     error: WorkerError
 
 
-class _Starter(Generic[MemberT]):
-    """Starts processes that replace dead ones, until it is stopped."""
+class _Replacements(Generic[MemberT]):
+    """Processes that replace dead ones, each started in a thread, until it is stopped.
 
-    def __init__(self, restore: Callable[[MemberT], None]) -> None:
+    restore: see `MemberPool`. changing: the lock of the pool, which guards who is being replaced.
+    """
+
+    def __init__(
+        self, restore: Callable[[MemberT], None], threads: ThreadPoolExecutor, changing: threading.Condition
+    ) -> None:
         self._restore = restore
+        self._threads = threads
+        self._changing = changing
+        self._begun: dict[Future[None], MemberT] = {}
         self._starting = threading.Lock()
         self._is_stopped = False
         self._reported = set[MemberT]()
@@ -179,7 +187,38 @@ class _Starter(Generic[MemberT]):
             self._reported.add(member)
             logger.warning("%s", text)
 
-    def replace(self, member: MemberT) -> None:
+    @property
+    def members(self) -> set[MemberT]:
+        """Those that are being replaced. Read under the lock."""
+        return set(self._begun.values())
+
+    def begin(self, member: MemberT, on_end: Callable[[], None]) -> None:
+        """Replace a dead member. Called under the lock. on_end: called when that is done, or has failed."""
+        self.report(member, f"{member.name}: {member.death}")  # no call may have met its death
+        future = self._threads.submit(self._replace, member)
+        self._begun[future] = member
+        future.add_done_callback(lambda _: on_end())
+
+    def take_back(self) -> None:
+        """Let those work that are replaced. Raises what replacing one raised, to one of those who ask."""
+        for future in list(self._begun):
+            if future.done():
+                self._take_back(future)
+
+    def wait_for(self, member: MemberT | None = None) -> None:
+        """`take_back` one member, if it is being replaced, or all; waits for them."""
+        for future, own in list(self._begun.items()):
+            if member is None or own is member:
+                self._take_back(future)
+
+    def _take_back(self, future: Future[None]) -> None:
+        wait([future])
+        with self._changing:
+            is_mine = self._begun.pop(future, None) is not None
+        if is_mine:
+            future.result()
+
+    def _replace(self, member: MemberT) -> None:
         """Start another process, and give it the weights; again where it dies meanwhile."""
         for attempt in range(1, _MAX_STARTS + 1):
             with self._starting:
@@ -217,7 +256,6 @@ class MemberPool(Generic[MemberT]):
         self._members = list(members)
         self._restore = restore
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "unirl-member")
-        self._healing: dict[Future[Any], MemberT] = {}  # Any: None
         self._left: list[Future[Any]] = []
         """Calls that still run although another one has failed."""
         self._changing = threading.Condition()
@@ -227,12 +265,12 @@ class MemberPool(Generic[MemberT]):
         """Calls that run."""
         self._callers: list[_Caller[MemberT]] = []
         """Those who have calls to make, in their order."""
-        self._starter = _Starter[MemberT](restore)
+        self._replacements = _Replacements[MemberT](restore, self._threads, self._changing)
 
     @property
     def num_restarts(self) -> int:
         """Processes that replaced dead ones."""
-        return self._starter.num_restarts
+        return self._replacements.num_restarts
 
     @property
     def members(self) -> tuple[MemberT, ...]:
@@ -271,7 +309,7 @@ class MemberPool(Generic[MemberT]):
             except WorkerError as error:
                 if member.is_alive:
                     raise
-                self._starter.report(member, str(error))
+                self._replacements.report(member, str(error))
         return answers
 
     def answers(
@@ -304,7 +342,7 @@ class MemberPool(Generic[MemberT]):
             gate.come()
             while own.todo or running or finished:
                 gate.check()
-                self._take_back_healed()
+                self._replacements.take_back()
                 self._replace_dead()
                 while claimed := self._claimed(own):
                     number, member = claimed
@@ -412,7 +450,7 @@ class MemberPool(Generic[MemberT]):
         """True if something will happen that this caller is told of."""
         with self._changing:
             is_due = self._is_next(own) and own.waits_for_a_member
-            return not is_due or bool(self._healing) or any(self._calls.values()) or not self.working
+            return not is_due or bool(self._replacements.members) or any(self._calls.values()) or not self.working
 
     def _asked(
         self,
@@ -429,7 +467,7 @@ class MemberPool(Generic[MemberT]):
         except WorkerError as error:
             if member.is_alive:
                 raise
-            self._starter.report(member, f"{error}\nIts samples go to the others.")
+            self._replacements.report(member, f"{error}\nIts samples go to the others.")
             return _Lost(error)
         finally:
             self._ended(member, caller, number, is_answered=is_answered)
@@ -445,8 +483,7 @@ class MemberPool(Generic[MemberT]):
     def heal(self) -> None:
         """Return when a living process with the present weights has replaced every dead one."""
         self._replace_dead()
-        for future in list(self._healing):
-            self._healed(future)
+        self._replacements.wait_for()
         self.wake()
 
     def join(self, member: MemberT) -> None:
@@ -469,8 +506,7 @@ class MemberPool(Generic[MemberT]):
         if len(self._members) == 1:
             raise ConfigError(f"{member.name} is the last member of its pool, which cannot be scaled to zero.")
         wait(self._left)
-        for future in [future for future, own in self._healing.items() if own is member]:
-            self._healed(future)
+        self._replacements.wait_for(member)
         with self._changing:
             self._members.remove(member)
             self._resting.discard(member)
@@ -478,14 +514,14 @@ class MemberPool(Generic[MemberT]):
 
     def stop(self) -> None:
         """End all processes. Safe to call twice."""
-        self._starter.stop()
+        self._replacements.stop()
         for member in self._members:
             member.stop()
         self._threads.shutdown(cancel_futures=True)
 
     def _least_busy(self, at_once: int) -> MemberT | None:
         """The first living member with the fewest calls, if that is fewer than `at_once`."""
-        busy = {*self._healing.values(), *self._resting}
+        busy = {*self._replacements.members, *self._resting}
         found, fewest = None, at_once
         for member in self._members:
             num = self._calls[member]
@@ -497,31 +533,16 @@ class MemberPool(Generic[MemberT]):
 
     def _is_free(self, member: MemberT, at_once: int) -> bool:
         """True if a member works here, and has fewer calls than `at_once`."""
-        is_here = member in self.working and member not in self._healing.values()
+        is_here = member in self.working and member not in self._replacements.members
         return is_here and member.is_alive and self._calls[member] < at_once
 
     def _replace_dead(self) -> None:
         """Begin to replace the dead; not those with calls that run, whose answers may still be read."""
         with self._changing:
-            healing = set(self._healing.values())
+            begun = self._replacements.members
             for member in self.working:
-                if not member.is_alive and not self._calls[member] and member not in healing:
-                    self._starter.report(member, f"{member.name}: {member.death}")  # no call may have met its death
-                    future = self._threads.submit(self._starter.replace, member)
-                    self._healing[future] = member
-                    future.add_done_callback(lambda _: self.wake())
-
-    def _take_back_healed(self) -> None:
-        for future in [future for future in list(self._healing) if future.done()]:
-            self._healed(future)
-
-    def _healed(self, future: Future[Any]) -> None:
-        """Wait for a replacement. Raises what it raised, to one of those who wait for it."""
-        wait([future])
-        with self._changing:
-            is_mine = self._healing.pop(future, None) is not None
-        if is_mine:
-            future.result()
+                if not member.is_alive and not self._calls[member] and member not in begun:
+                    self._replacements.begin(member, self.wake)
 
 
 def _post(member: Member, message: Message) -> None:
