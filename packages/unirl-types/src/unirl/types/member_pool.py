@@ -149,6 +149,29 @@ class _Caller(Generic[MemberT]):
     """Its calls that have ended; None where something else may let the next one begin."""
     begun_by: dict[int, MemberT] = field(default_factory=dict)
     """Who has made a part of a call, and may have kept what continues it."""
+    messages: dict[int, Message] = field(default_factory=dict)
+    """What to ask, of calls that have begun and are not whole."""
+    losses: Counter[int] = field(default_factory=Counter)
+    """How often the member of a call died."""
+
+    def go_on(self, number: int, message: Message) -> None:
+        """A call gave a part; it begins again before the others, with a message that continues it."""
+        self.messages[number] = message
+        self.todo.appendleft(number)
+
+    def lose(self, number: int, error: WorkerError) -> None:
+        """The member of a call died; it begins again before the others. Raises the error if that happened too often."""
+        self.losses[number] += 1
+        if self.losses[number] >= _MAX_LOSSES:
+            raise error
+        self.todo.appendleft(number)
+
+    def wait_for_ended(self) -> list[Future[Any] | None]:  # Any: AnswerT
+        """All that has come to `ended`; waits for the first."""
+        found = [self.ended.get()]
+        while not self.ended.empty():
+            found.append(self.ended.get())
+        return found
 
     @property
     def waits_for_a_member(self) -> bool:
@@ -332,7 +355,6 @@ class MemberPool(Generic[MemberT]):
         is whole.
         """
         wait(self._left)
-        losses, messages = dict.fromkeys(numbers, 0), dict[int, Message]()
         running: dict[Future[Any], int] = {}  # Any: AnswerT
         finished: deque[tuple[int, AnswerT]] = deque()
         own: _Caller[MemberT] = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
@@ -347,9 +369,9 @@ class MemberPool(Generic[MemberT]):
                 while claimed := self._claimed(own):
                     number, member = claimed
                     try:
-                        if number not in messages:
-                            messages[number] = prepare(number)
-                        future = self._threads.submit(self._asked, member, messages[number], read, own, number)
+                        if number not in own.messages:
+                            own.messages[number] = prepare(number)
+                        future = self._threads.submit(self._asked, member, own.messages[number], read, own, number)
                     except BaseException:
                         self._ended(member, own, number, is_answered=False)
                         raise
@@ -360,23 +382,17 @@ class MemberPool(Generic[MemberT]):
                     yield finished.popleft()
                 if not own.todo and not running:
                     break  # those who replace the dead are not waited for
-                for future in _all_of(own.ended) if running or self._will_wake(own) else ():
+                for future in own.wait_for_ended() if running or self._will_wake(own) else ():
                     if future is None:
                         continue
                     number, answer = running.pop(future), future.result()
-                    if not isinstance(answer, _Lost):
-                        more = go_on(number, answer)
-                        if more is None:
-                            finished.append((number, answer))
-                            del messages[number]
-                        else:
-                            messages[number] = more
-                            own.todo.appendleft(number)
-                        continue
-                    losses[number] += 1
-                    if losses[number] >= _MAX_LOSSES:
-                        raise answer.error
-                    own.todo.appendleft(number)
+                    if isinstance(answer, _Lost):
+                        own.lose(number, answer.error)
+                    elif (more := go_on(number, answer)) is None:
+                        finished.append((number, answer))
+                        del own.messages[number]
+                    else:
+                        own.go_on(number, more)
         finally:
             with self._changing:
                 self._callers.remove(own)
@@ -551,11 +567,3 @@ def _post(member: Member, message: Message) -> None:
     except WorkerError:
         if member.is_alive:
             raise
-
-
-def _all_of(ended: queue.SimpleQueue[Future[Any] | None]) -> list[Future[Any] | None]:  # Any: as in `_Caller`
-    """All that have ended; waits for the first."""
-    found = [ended.get()]
-    while not ended.empty():
-        found.append(ended.get())
-    return found
