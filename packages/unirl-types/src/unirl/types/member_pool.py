@@ -178,6 +178,40 @@ class _Caller(Generic[MemberT]):
         return any(self.gate.may_begin(number) for number in self.todo)
 
 
+class _CallerQueue(Generic[MemberT]):
+    """Those who have calls to make, in the order of their gates, and else in which they came. Used under the lock of
+    the pool."""
+
+    def __init__(self) -> None:
+        self._callers: list[_Caller[MemberT]] = []
+
+    def add(self, caller: _Caller[MemberT]) -> None:
+        bisect.insort(self._callers, caller, key=lambda each: each.gate.order)
+
+    def remove(self, caller: _Caller[MemberT]) -> None:
+        self._callers.remove(caller)
+
+    def is_next(self, own: _Caller[MemberT]) -> bool:
+        """True if no one who came before has a call that could begin."""
+        for caller in self._callers:
+            if caller is own:
+                return True
+            if caller.waits_for_a_member:
+                return False
+        return True
+
+    def wake_next(self) -> None:
+        """Tell the first one whose call could begin, if it has a member."""
+        caller = next((each for each in self._callers if each.waits_for_a_member), None)
+        if caller is not None:
+            caller.ended.put(None)
+
+    def wake_all(self) -> None:
+        """Tell everyone to look again which calls may begin."""
+        for caller in self._callers:
+            caller.ended.put(None)
+
+
 @dataclass(frozen=True)
 class _Lost:
     """What a call gives whose member died."""
@@ -286,8 +320,7 @@ class MemberPool(Generic[MemberT]):
         self._resting: set[MemberT] = set()
         self._calls: Counter[MemberT] = Counter()
         """Calls that run."""
-        self._callers: list[_Caller[MemberT]] = []
-        """Those who have calls to make, in their order."""
+        self._queue = _CallerQueue[MemberT]()
         self._replacements = _Replacements[MemberT](restore, self._threads, self._changing)
 
     @property
@@ -359,7 +392,7 @@ class MemberPool(Generic[MemberT]):
         finished: deque[tuple[int, AnswerT]] = deque()
         own: _Caller[MemberT] = _Caller(deque(numbers), at_once, gate, queue.SimpleQueue())
         with self._changing:
-            bisect.insort(self._callers, own, key=lambda caller: caller.gate.order)
+            self._queue.add(own)
         try:
             gate.come()
             while own.todo or running or finished:
@@ -395,9 +428,9 @@ class MemberPool(Generic[MemberT]):
                         own.go_on(number, more)
         finally:
             with self._changing:
-                self._callers.remove(own)
+                self._queue.remove(own)
                 self._left = [future for future in (*self._left, *running) if not future.done()]
-            self._wake_next()
+                self._queue.wake_next()
 
     def rest(self, members: Sequence[MemberT], ends_calls: Sequence[Message] = ()) -> None:
         """Give some members no more calls until `work`. Returns when none of theirs runs. One that dies meanwhile is
@@ -427,13 +460,12 @@ class MemberPool(Generic[MemberT]):
     def wake(self) -> None:
         """Look again which calls may begin; called when a gate has opened."""
         with self._changing:
-            for caller in self._callers:
-                caller.ended.put(None)
+            self._queue.wake_all()
 
     def _claimed(self, own: _Caller[MemberT]) -> tuple[int, MemberT] | None:
         """The next call of a caller, and who gets it; None if no member is free, or others come first."""
         with self._changing:
-            if not self._is_next(own) or (freest := self._least_busy(own.at_once)) is None:
+            if not self._queue.is_next(own) or (freest := self._least_busy(own.at_once)) is None:
                 return None
             number = next((number for number in own.todo if own.gate.begin(number)), None)
             if number is None:
@@ -443,29 +475,13 @@ class MemberPool(Generic[MemberT]):
             own.todo.remove(number)
             self._calls[member] += 1
             if not own.waits_for_a_member:
-                self._wake_next()
+                self._queue.wake_next()
             return number, member
-
-    def _is_next(self, own: _Caller[MemberT]) -> bool:
-        """True if no one who came before has a call that could begin."""
-        for caller in self._callers:
-            if caller is own:
-                return True
-            if caller.waits_for_a_member:
-                return False
-        return True
-
-    def _wake_next(self) -> None:
-        """Tell the first one whose call could begin, if it has a member."""
-        with self._changing:
-            caller = next((each for each in self._callers if each.waits_for_a_member), None)
-            if caller is not None:
-                caller.ended.put(None)
 
     def _will_wake(self, own: _Caller[MemberT]) -> bool:
         """True if something will happen that this caller is told of."""
         with self._changing:
-            is_due = self._is_next(own) and own.waits_for_a_member
+            is_due = self._queue.is_next(own) and own.waits_for_a_member
             return not is_due or bool(self._replacements.members) or any(self._calls.values()) or not self.working
 
     def _asked(
@@ -494,7 +510,8 @@ class MemberPool(Generic[MemberT]):
             self._calls[member] -= 1
             self._changing.notify_all()
         caller.gate.ended(number, is_answered=is_answered)
-        self._wake_next()
+        with self._changing:
+            self._queue.wake_next()
 
     def heal(self) -> None:
         """Return when a living process with the present weights has replaced every dead one."""
