@@ -309,7 +309,7 @@ def test_swapped_values_reach_the_gathered_weights_of_a_sharded_model():
 @pytest.fixture
 def is_always_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 on one device too, as for cpu_offload, which a CPU has not."""
-    for module in ("build", "fsdp"):
+    for module in ("build", "trained_model"):
         monkeypatch.setattr(f"unirl.train.backend.{module}.is_sharding", lambda config: True)
 
 
@@ -333,7 +333,7 @@ def test_mixed_precision_on_one_device_has_the_bits_of_fsdp(
     found: list[dict[str, torch.Tensor]] = []
     backends = []
     for is_sharding in (True, False):
-        for module in ("build", "fsdp"):
+        for module in ("build", "trained_model"):
             monkeypatch.setattr(f"unirl.train.backend.{module}.is_sharding", lambda config, value=is_sharding: value)
         bundle = TinyBundle()
         bundle.model.to(frozen)

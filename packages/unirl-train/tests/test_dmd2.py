@@ -225,7 +225,7 @@ def test_a_checkpoint_without_a_fake_score_is_refused_by_name(tmp_path: Path):
     made = student()
     plain = setup(DMD2, fake_optimizer=OptimizerConfig(learning_rate=FAKE_LR), keep_reference=True)
     plain.backend.policies._copies.clear()
-    plain.backend._trained_copies.clear()
+    plain.backend._optimizer.trained_copies.clear()
     with pytest.raises(CheckpointError, match="copy_optimizer/fake"):
         made.backend.load_state_dict(plain.backend.state_dict())
 

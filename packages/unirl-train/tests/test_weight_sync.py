@@ -46,7 +46,7 @@ def test_adapters_are_merged_into_full_weights():
     engine = RememberingEngine()
     make_sync(FullWeightSync, backend, engine).push()
     assert not any("lora" in name or "base_layer" in name for name in engine.pushed)
-    state = backend._modules["transformer"].state_dict()
+    state = backend._model.modules["transformer"].state_dict()
     base = next(name for name in state if name.endswith("to_q.base_layer.weight"))
     layer = base.removesuffix(".base_layer.weight")
     a, b = (state[f"{layer}.lora_{factor}.default.weight"] for factor in "AB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -12,28 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unirl.train.backend.auxiliary import AuxiliaryModule
-from unirl.train.backend.build import Sharding, compute_in, is_sharding, prepare_parameters, wrap
-from unirl.train.backend.collectives import RankCollectives
-from unirl.train.backend.expert_exchange import RowExchange
-from unirl.train.backend.fill import fill, on_every_rank
-from unirl.train.backend.layer_exchange import SumExchange
+from unirl.train.backend.build import Sharding
+from unirl.train.backend.joint_optimizer import JointOptimizer
 from unirl.train.backend.policies import REFERENCE_POLICY, NamedPolicies
-from unirl.train.backend.ring import token_exchange
 from unirl.train.backend.rules import unproven_with_layers
-from unirl.train.backend.state import TrainState, architecture
-from unirl.train.backend.trained_copies import TrainedCopy
-from unirl.train.backend.weight_source import PolicyWeights
-from unirl.train.backend.wrap import reshard, shard_all
+from unirl.train.backend.trained_model import TrainedModel
+from unirl.train.backend.wrap import shard_all
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.hosted_states import check_offload
-from unirl.train.lora import adapters_disabled, is_empty
-from unirl.train.optim import clipped_step, global_grad_norm, learning_rate_at, make_adamw, move_optimizer
+from unirl.train.lora import adapters_disabled
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache, is_accelerator
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.protocols.models import DefersWeights, ModelBundle, RoutesRows, StacksWeights
-from unirl.types.roles import Collect, Dispatch, distributed
+from unirl.types.protocols.models import ModelBundle
+from unirl.types.roles import Collect, Dispatch, MeshPlace, distributed
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
 
 
@@ -79,82 +71,31 @@ class FSDPBackend:
         self.device = torch.device(device)
         self._config = fsdp if fsdp is not None else FSDPConfig()
         self._lora = lora
-        self._base_lr = optimizer.learning_rate
-        self._schedule = scheduler
-        self._max_skipped_steps = max_skipped_steps
-        if lora is not None and keep_reference:
-            raise ConfigError(
-                "keep_reference keeps a second copy of the weights, but with lora the base is the reference"
-            )
-        for name in ("cpu_offload", "activation_offload"):
-            if getattr(self._config, name) and not is_accelerator(self.device):
-                raise ConfigError(f"fsdp.{name} does nothing on device {self.device}. Set it to false.")
-        check_offload(optimizer, self.device, keeps_host=self._config.cpu_offload)
         topology = topology if topology is not None else TrainTopology()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.mesh_place = topology.place(rank, world_size)
         """Where this rank stands."""
-        if self.mesh_place.tp_size > 1:
-            given = {"fsdp": vars(self._config), "optimizer": vars(optimizer), "lora": vars(lora) if lora else {}}
-            for problem in unproven_with_layers(self.mesh_place.tp_size, given):
-                raise ConfigError(problem)
-
-        self._modules = bundle.trainable_modules()
-        # Before adapters and dtypes of training change names and dtypes. A second backend of a bundle finds values.
-        is_deferred = isinstance(bundle, DefersWeights) and any(map(is_empty, self._modules.values()))
-        stored = on_every_rank(bundle.stored_weights) if is_deferred else {}
-        parts = bundle.published_parts() if isinstance(bundle, StacksWeights) else {}
-        adapter = prepare_parameters(bundle, self._modules, self._config, lora, self.device)
-        self.collectives = RankCollectives(self.mesh_place, self.device, is_sharded=is_sharding(self._config))
+        _check_options(self._config, optimizer, lora, self.mesh_place, self.device, keep_reference=keep_reference)
+        self._model = TrainedModel(bundle, self._config, lora, self.mesh_place, self._sharding(topology), self.device)
+        self.collectives = self._model.collectives
         """What the ranks tell each other."""
-        self.token_exchange = token_exchange(self.collectives, self.mesh_place, self.device)
+        self.token_exchange = self._model.token_exchange
         """How tokens are spread over ranks; None where no two ranks work on the same samples."""
-        self.expert_exchange = RowExchange(self.collectives.group("ep")) if self.mesh_place.ep_size > 1 else None
+        self.expert_exchange = self._model.expert_exchange
         """How tokens reach their experts; None where each rank has all."""
-        self.layer_exchange = SumExchange(self.collectives.group("tp")) if self.mesh_place.tp_size > 1 else None
+        self.layer_exchange = self._model.layer_exchange
         """How ranks add up what their parts of a layer make; None where each has whole layers."""
-        self._roots, self._owns_process_group = wrap(
-            bundle,
-            self._modules,
-            self._config,
-            self._sharding(topology),
-            self.device,
-            self.token_exchange,
-            self.expert_exchange,
-            self.layer_exchange,
+        self.policies = NamedPolicies(
+            self._model.parameters, self._model.follow_values, ema=ema, keep_reference=keep_reference
         )
-        if is_deferred:
-            shards_on = torch.device("cpu") if self._config.cpu_offload else self.device
-            fill(self._modules, stored, lora, shards_on=shards_on, buffers_on=self.device)
-        if self._roots and isinstance(bundle, RoutesRows):
-            bundle.follow_ranks(self.collectives.any_rank)
-        self._masters = compute_in({} if self._roots else self._modules, self._config)
-        self._parameters = {
-            f"{component}.{name}": self._masters.of.get(f"{component}.{name}", parameter)
-            for component, module in self._modules.items()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-        self._optimizer = make_adamw(list(self._parameters.values()), optimizer)
-        self.policies = NamedPolicies(self._parameters, self._follow_values, ema=ema, keep_reference=keep_reference)
         """Named copies of the parameters, and their values."""
-        self._auxiliary: dict[str, AuxiliaryModule] = {}
-        self._trained_copies: dict[str, TrainedCopy] = {}
-        self._state = TrainState(
-            self._parameters, self._optimizer, self.policies, self._auxiliary, self._trained_copies
+        self._optimizer = JointOptimizer(
+            self._model.parameters, self.policies, optimizer, scheduler, max_skipped_steps=max_skipped_steps
         )
-        self.progress = self._state.progress
+        self._state = self._optimizer.state
+        self.progress = self._optimizer.progress
         """How far training is; a state that is loaded brings its own."""
-        self.weight_source = PolicyWeights(
-            self._modules,
-            self.policies,
-            self.progress,
-            adapter,
-            self._reshard,
-            parts,
-            kept=self._masters.of,
-            is_quantised=lora is not None and lora.base is not None,
-        )
+        self.weight_source = self._model.weight_source(self.policies, self.progress)
         """Weights of the policies for engines and exports."""
         self._offloaded: set[Offloadable] = set()
 
@@ -164,9 +105,7 @@ class FSDPBackend:
 
     def close(self) -> None:
         """Destroy the process group where the backend made one. Safe to call twice."""
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_process_group = False
+        self._model.close()
 
     # What trains ------------------------------------------------------------------------------------------------
 
@@ -183,7 +122,7 @@ class FSDPBackend:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Trainable parameters by "component.name"; DTensors where sharded."""
-        return self._parameters
+        return self._model.parameters
 
     @property
     def policy_version(self) -> int:
@@ -201,10 +140,7 @@ class FSDPBackend:
     @property
     def computes_in_float32(self) -> bool:
         """True if forwards of what trains are in float32 throughout, autocast aside."""
-        is_float32 = all(
-            parameter.dtype == torch.float32 for module in self._modules.values() for parameter in module.parameters()
-        )
-        return is_float32 and self._config.param_dtype == "fp32"
+        return self._model.computes_in_float32
 
     @property
     def is_compiled(self) -> bool:
@@ -214,7 +150,7 @@ class FSDPBackend:
     @property
     def is_sharded(self) -> bool:
         """True if FSDP wraps the model."""
-        return bool(self._roots)
+        return self._model.is_sharded
 
     def add_module(
         self, name: str, module: nn.Module, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf
@@ -226,11 +162,9 @@ class FSDPBackend:
         It is saved with the state, never exported. Every rank calls it, before a state is loaded.
         Raises ContractError for a name that is taken or not plain.
         """
-        if name in self._auxiliary or "/" in name or not name:
-            raise ContractError(f"module name {name!r} is taken or not a plain name")
         check_offload(optimizer, self.device, keeps_host=False)
-        self._auxiliary[name] = AuxiliaryModule(
-            module.to(self.device), optimizer, max_grad_norm=max_grad_norm, ranks=self.collectives
+        self._optimizer.add_module(
+            name, module.to(self.device), optimizer, max_grad_norm=max_grad_norm, ranks=self.collectives
         )
 
     def train_copy(self, name: str, optimizer: OptimizerConfig, *, max_grad_norm: float = math.inf) -> None:
@@ -239,16 +173,8 @@ class FSDPBackend:
         It is saved with the state, its optimizer too. Every rank calls it, before a state is loaded.
         Raises ContractError for a name that is kept already.
         """
-        if name in self.policies.names:
-            raise ContractError(f"there is a copy {name!r} already")
         check_offload(optimizer, self.device, keeps_host=self._config.cpu_offload)
-        self.policies.keep(name)
-        self._trained_copies[name] = TrainedCopy(
-            self.policies.values(name),
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            max_skipped_steps=self._max_skipped_steps,
-        )
+        self._optimizer.train_copy(name, optimizer, max_grad_norm=max_grad_norm)
 
     def copy_step(self, name: str, losses: Sequence[Callable[[], Tensor]], num_terms: int) -> StepStats:
         """One step of a copy of `train_copy`, on the mean over all terms on all devices. The policy stays as it is.
@@ -265,29 +191,16 @@ class FSDPBackend:
             for place, loss in enumerate(losses):
                 with self.accumulating(place == len(losses) - 1):
                     (loss() * (self.dp_size / total)).backward()
-        gradients = {key: each.grad for key, each in self._parameters.items() if each.grad is not None}
-        copy = self._trained_copies[name]
-        stats = copy.step(gradients, self._scheduled(copy.learning_rate))
-        self.zero_grad()
-        return stats
+        return self._optimizer.step_copy(name)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
-        for auxiliary in self._auxiliary.values():
-            auxiliary.zero_grad()
+        self._optimizer.zero_grad()
 
-    @contextmanager
-    def accumulating(self, is_last: bool) -> Generator[None]:
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Around the backward of a micro-batch: gradients are summed over devices after the last one only."""
-        for root in self._roots:
-            root.set_requires_gradient_sync(is_last)
-        try:
-            yield
-        finally:
-            for root in self._roots:
-                root.set_requires_gradient_sync(True)
+        return self._model.accumulating(is_last)
 
     def optimizer_step(self, max_grad_norm: float) -> StepStats:
         """Clip gradients to a global norm, then AdamW, schedule and EMA. Every rank calls it; collectives inside.
@@ -298,35 +211,11 @@ class FSDPBackend:
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm = {max_grad_norm} must be positive (inf for no clipping)")
         self._require_usable("optimizer_step")
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        if not gradients:
-            raise ContractError("there are no gradients: call backward before optimizer_step")
-        norm = float(global_grad_norm(gradients))
-        norms = {name: auxiliary.reduced_grad_norm() for name, auxiliary in self._auxiliary.items()}
-        lr = self._scheduled(self._base_lr)
-        if bad := [value for value in (norm, *norms.values()) if not math.isfinite(value)]:
-            self.zero_grad()
-            self.progress.skip(bad[0], self._max_skipped_steps)
-            return StepStats(norm, lr, is_skipped=True, module_grad_norms=norms)
-        clipped_step(self._optimizer, gradients, norm, max_norm=max_grad_norm, lr=lr)
-        for name, auxiliary in self._auxiliary.items():
-            auxiliary.step(norms[name], self._scheduled(auxiliary.learning_rate))
-        self._follow_values()
-        self.progress.step()
-        self.policies.after_step(self.progress.num_optimizer_steps)
-        return StepStats(norm, lr, is_skipped=False, module_grad_norms=norms)
-
-    def _scheduled(self, base_lr: float) -> float:
-        return learning_rate_at(self.progress.num_optimizer_steps, base_lr, self._schedule)
-
-    def _follow_values(self) -> None:
-        """Parameters have changed: what computes takes their values."""
-        self._masters.follow()
-        self._reshard()
-
-    def _reshard(self) -> None:
-        if self._roots:
-            reshard(self._modules)
+        stats = self._optimizer.step(max_grad_norm)
+        if not stats.is_skipped:
+            self._model.follow_values()
+            self.policies.after_step(self.progress.num_optimizer_steps)
+        return stats
 
     def _require_usable(self, action: str) -> None:
         self.policies.require_current(action)
@@ -365,7 +254,7 @@ class FSDPBackend:
     @contextmanager
     def reference_policy(self) -> Generator[None]:
         """Inside, the model computes as before training. Raises ConfigError for full fine-tuning without a copy."""
-        with self.policies.reference() if self._lora is None else adapters_disabled(self._modules):
+        with self.policies.reference() if self._lora is None else adapters_disabled(self._model.modules):
             yield
 
     def any_rank(self, value: bool) -> bool:
@@ -395,19 +284,14 @@ class FSDPBackend:
     @torch.no_grad()
     def _move(self, parts: Sequence[Offloadable], device: torch.device) -> None:
         if "optimizer" in parts:
-            for auxiliary in self._auxiliary.values():
-                auxiliary.move(device)
+            self._optimizer.move_modules(device)
         if self._config.cpu_offload:
             return
         if "weights" in parts:
-            for module in self._modules.values():
-                module.to(device)
-            self._masters.move(device)
+            self._model.move(device)
         if "optimizer" in parts:
-            move_optimizer(self._optimizer, device)
             self.policies.move(device)
-            for name, copy in self._trained_copies.items():
-                copy.move(self.policies.values(name), device)
+            self._optimizer.move_state(device)
         empty_cache(self.device)
 
     # State ------------------------------------------------------------------------------------------------------
@@ -425,10 +309,31 @@ class FSDPBackend:
         """Take over a state: one that was loaded into place, or a copy. Raises CheckpointError if names differ."""
         self._state.load(state)
         self.zero_grad()
-        self._follow_values()
+        self._model.follow_values()
 
     def architecture(self) -> dict[str, list[object]]:
         """Parameter name -> [shape, dtype, whether it trains], of all parameters, frozen ones included."""
-        self._reshard()
-        beside = {f"auxiliary/{name}": auxiliary.module for name, auxiliary in self._auxiliary.items()}
-        return architecture({**self._modules, **beside}, self._masters.of)
+        modules = {f"auxiliary/{name}": each.module for name, each in self._optimizer.auxiliary.items()}
+        return self._model.architecture(modules)
+
+
+def _check_options(
+    config: FSDPConfig,
+    optimizer: OptimizerConfig,
+    lora: LoraConfig | None,
+    place: MeshPlace,
+    device: torch.device,
+    *,
+    keep_reference: bool,
+) -> None:
+    """Raises ConfigError for options that do nothing here, or that do not go together."""
+    if lora is not None and keep_reference:
+        raise ConfigError("keep_reference keeps a second copy of the weights, but with lora the base is the reference")
+    for name in ("cpu_offload", "activation_offload"):
+        if getattr(config, name) and not is_accelerator(device):
+            raise ConfigError(f"fsdp.{name} does nothing on device {device}. Set it to false.")
+    check_offload(optimizer, device, keeps_host=config.cpu_offload)
+    if place.tp_size > 1:
+        given = {"fsdp": vars(config), "optimizer": vars(optimizer), "lora": vars(lora) if lora else {}}
+        for problem in unproven_with_layers(place.tp_size, given):
+            raise ConfigError(problem)

@@ -49,7 +49,7 @@ class VeOmniBackend(FSDPBackend):
 
     def close(self) -> None:
         """Destroy the process group where the backend made one, and VeOmni's meshes over it. Safe to call twice."""
-        if self._owns_process_group:
+        if self._model.owns_process_group:
             _veomni("distributed.parallel_state").clear_parallel_state()
         super().close()
 
