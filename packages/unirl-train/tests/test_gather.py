@@ -10,7 +10,7 @@ from runtime_fakes import InProcess, build_pairs, build_source, check_pairs, gro
 
 from unirl.distributed.held import Held
 from unirl.distributed.runtime import LocalRuntime
-from unirl.trainer.collector import trained_tokens
+from unirl.trainer.track_advantages import trained_tokens
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.rollout import RolloutResp, RolloutTrack
 from unirl.types.segments import TextSegment

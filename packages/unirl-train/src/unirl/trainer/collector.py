@@ -9,32 +9,26 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic
 
-import torch
-from torch import Tensor
-
-from unirl.algorithms.advantages import Advantages, group_metrics
-from unirl.algorithms.inherited import InheritedAdvantages
-from unirl.algorithms.routed_advantages import RoutedAdvantages
-from unirl.algorithms.selection import SampleSelection, zero_variance_groups
+from unirl.algorithms.advantages import Advantages
+from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource, PromptRow
 from unirl.distributed.dispatch import collected
 from unirl.distributed.held import Held
 from unirl.distributed.pools.gates import Gates
 from unirl.distributed.runtime import Runtime
-from unirl.train.names import joined
 from unirl.trainer.asking import AskedBefore, Asking, RequestOf
-from unirl.trainer.balance import balanced_order
+from unirl.trainer.batch_selection import BatchSelection
 from unirl.trainer.clock import PhaseClock
 from unirl.trainer.evaluation import Evaluator
 from unirl.trainer.modality import Modality, ParamsT
 from unirl.trainer.roles import EngineRole, ResumingEngineRole, RewardRole, StackRole
 from unirl.trainer.scouting import Scouting
 from unirl.trainer.settings import TrainerSettings
+from unirl.trainer.track_advantages import TrackAdvantages
 from unirl.types.copies import Copies
-from unirl.types.errors import ConfigError, RewardError
+from unirl.types.errors import RewardError
 from unirl.types.roles import Collect
 from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
-from unirl.types.segments import TextSegment
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +122,15 @@ class Collector(Generic[ParamsT]):
         self._modality = modality
         self._data = data
         self._sampling = sampling
-        self._advantages = advantages
         self._clock = clock
-        self._selection = selection if selection is not None else SampleSelection()
         self.rollout_policy = rollout_policy
         self._scored_track = scored_track
-        self._track_advantages = dict(track_advantages or {})
         self._engine = runtime.role("engine", EngineRole)
         self._reward = runtime.role("reward", RewardRole)
-        self._stack = runtime.role("stack", StackRole)
+        stack = runtime.role("stack", StackRole)
+        self._advantages = TrackAdvantages(stack, advantages, dict(track_advantages or {}))
+        selection = selection if selection is not None else SampleSelection()
+        self._selection = BatchSelection(runtime, settings, modality, stack, selection)
         self._collects_ahead = collects_ahead
         self._scouting = scouting
         self._asked_sampling = sampling if scouting is None else scouting.candidates(sampling)
@@ -219,12 +213,12 @@ class Collector(Generic[ParamsT]):
     def ready(self, rollout_id: int, groups: Sequence[ScoredGroups], *, show: Show | None = None) -> ScoredRollout:
         """A rollout of some groups, which it takes over, with advantages, selected."""
         with self._clock.phase("other"):
-            self._untrained[rollout_id] = self._advantage_state()
+            self._untrained[rollout_id] = self._advantages.state_dict()
             resp, gauges = self._joined(groups), largest([each.gauges for each in groups])
             progress = self._settings.progress(rollout_id)
             root = resp.meta.root_name()
             num_samples = resp.meta.track(self._scored_track or root).batch_size
-            self._attach_advantages(resp, root, progress)
+            self._advantages.attach(resp, root, progress)
             metrics = self._metrics_of(resp.meta, root, progress, gauges)
             if self._scouting is not None:
                 metrics |= self._scouting.metrics(rollout_id, resp.meta.root_track())
@@ -237,10 +231,10 @@ class Collector(Generic[ParamsT]):
     def part(self, rollout_id: int, number: int, groups: ScoredGroups, *, show: Show | None = None) -> ScoredPart:
         """One request of a rollout with advantages, selected, where these compare samples of one group alone."""
         with self._clock.phase("other"):
-            self._untrained.setdefault(rollout_id, self._advantage_state())
+            self._untrained.setdefault(rollout_id, self._advantages.state_dict())
             resp = self._joined([groups])
             root, progress = resp.meta.root_name(), self._settings.progress(rollout_id)
-            self._attach_advantages(resp, root, progress)
+            self._advantages.attach(resp, root, progress)
             if show is not None:
                 show(resp)
             return ScoredPart(number, progress, self._selected(resp, root), resp.meta, groups.gauges)
@@ -288,7 +282,7 @@ class Collector(Generic[ParamsT]):
         for _ in range(self._settings.max_refills):
             held, rows = groups.pieces[-1]
             track = held.meta.root_track().select(rows)
-            dropped = track.failed_groups | self._uninformative_groups(track)
+            dropped = track.failed_groups | self._selection.uninformative_groups(track)
             if not dropped:
                 return groups
             self.asking.num_dropped_groups += len(dropped)
@@ -310,11 +304,7 @@ class Collector(Generic[ParamsT]):
         track = held.meta.root_track().select(rows)
         if track.failed_groups:
             groups.release()
-            raise RewardError(
-                f"{len(track.failed_groups)} groups still could not be scored after {self._settings.max_refills} "
-                f"refills: {sorted(track.failed_groups)[:4]}; "
-                f"first error: {next((error for error in track.reward_errors if error), None)}"
-            )
+            raise _unscored(track, self._settings.max_refills)
         return groups
 
     def _joined(self, groups: Sequence[ScoredGroups]) -> Held:
@@ -326,11 +316,6 @@ class Collector(Generic[ParamsT]):
         for each in groups:
             each.release()
         return whole
-
-    def _uninformative_groups(self, track: RolloutTrack) -> set[str]:
-        if not self._selection.dynamic_sampling:
-            return set()
-        return zero_variance_groups(track.scored_rewards, track.group_ids)
 
     def _fresh_groups(self, rollout_id: int, num_groups: int) -> RolloutReq:
         """A request for at least `num_groups` new prompts that divides over the devices, with new ids."""
@@ -348,91 +333,31 @@ class Collector(Generic[ParamsT]):
 
     # Advantages and selection -----------------------------------------------------------------------------------
 
-    def _attach_advantages(self, resp: Held, root: str, progress: float) -> None:
-        """Compute advantages over the whole batch for every trained track, and for the root, which selection uses."""
-        meta = resp.meta
-        advantages: dict[str, Tensor] = {}
-        for name in dict.fromkeys((root, *self._stack.trained_tracks())):
-            track, normalize = meta.track(name), self._advantages_of(name)
-            parent = track.parent_track
-            if isinstance(normalize, InheritedAdvantages) and parent in advantages:
-                advantages[name] = normalize.of_parents(track, meta.track(parent), advantages[parent])
-            else:
-                advantages[name] = normalize(
-                    track.scored_rewards,
-                    track.group_ids,
-                    track.component_rewards,
-                    progress=progress,
-                    num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
-                )
-            resp.attach(name, advantages=advantages[name])
-            if isinstance(normalize, RoutedAdvantages):
-                routed = normalize.by_medium(track.group_ids, track.component_rewards, progress=progress)
-                resp.attach(name, media_advantages=routed)
-
     def _metrics_of(
         self, meta: RolloutResp, root: str, progress: float, gauges: Mapping[str, float]
     ) -> dict[str, float]:
         """Metrics of rewards and advantages, which the tracks have. gauges: of scoring."""
-        trained = self._stack.trained_tracks()
         return {
-            **reward_metrics(meta.track(root)),
-            **joined({name: reward_metrics(meta.track(name)) for name in trained if name != root}),
-            **advantage_metrics({name: meta.track(name).known_advantages for name in trained}),
-            **self._advantages.metrics(progress),
-            **joined({name: own.metrics(progress) for name, own in self._track_advantages.items()}),
-            **joined({name: count_metrics(track) for name, track in meta.tracks.items()}),
+            **self._advantages.metrics(meta, root, progress),
             **{f"reward/{name}": value for name, value in gauges.items()},
             "reward/dropped_groups": float(self.asking.num_dropped_groups),
         }
 
-    def _advantages_of(self, track: str) -> Advantages:
-        return self._track_advantages.get(track, self._advantages)
-
     def _selected(self, resp: Held, root: str) -> Held:
         """The samples to train on, balanced over devices."""
-        track = resp.meta.track(root)
-        divisor = self._runtime.num_shards * self._settings.num_updates
-        rows = self._selection.rows(track.known_advantages, track.group_ids, divisor)
-        if rows is not None and len(rows) % divisor:
-            raise ConfigError(
-                f"selection keeps {len(rows)} samples, which do not divide over {self._runtime.num_shards} devices x "
-                f"{self._settings.num_updates} updates. Change batch_size, selection.best_of or "
-                "stack.num_updates_per_batch."
-            )
-        rows = self._balanced(resp, root, rows)
+        rows = self._selection.rows(resp, root)
         if rows is None:
             return resp
         chosen = self._runtime.gather([(resp, rows)])
         resp.release()
         return chosen
 
-    def _balanced(self, resp: Held, root: str, rows: list[int] | None) -> list[int] | None:
-        """The rows to train on in the order in which devices get them; None: all rows in their order."""
-        costs = self._modality.training_costs(resp, root) if self._runtime.num_shards > 1 else None
-        if costs is None:
-            return rows
-        in_order = list(range(len(costs)))
-        own = in_order if rows is None else rows
-        order = balanced_order(
-            [costs[row] for row in own],
-            self._runtime.num_shards,
-            self._settings.num_updates,
-            self._stack.samples_per_unit(),
-        )
-        arranged = [own[place] for place in order]
-        return None if arranged == in_order else arranged
-
     # State ------------------------------------------------------------------------------------------------------
-
-    def _advantage_state(self) -> dict[str, Any]:
-        own = {track: each.state_dict() for track, each in self._track_advantages.items()}
-        return {"advantages": self._advantages.state_dict(), **({"track_advantages": own} if own else {})}
 
     def state_dict(self) -> dict[str, Any]:
         """State of collecting, as it was before the oldest unfinished rollout."""
         untrained = self._untrained
-        advantages = untrained[min(untrained)] if untrained else self._advantage_state()
+        advantages = untrained[min(untrained)] if untrained else self._advantages.state_dict()
         return {**self.asking.state_dict(), **advantages}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: set[str]) -> None:
@@ -441,25 +366,7 @@ class Collector(Generic[ParamsT]):
         changed: sections of the recipe that differ from the saved run, and "track_advantages" if those of a stage do.
         """
         self.asking.load_state_dict(state, is_same_data=not changed & {"seed", "data"})
-        if not changed & {"reward", "advantages"}:
-            self._advantages.load_state_dict(state["advantages"])
-        if not changed & {"reward", "track_advantages"}:
-            for track, each in self._track_advantages.items():
-                each.load_state_dict(state["track_advantages"][track])
-
-
-def trained_tokens(resp: Held, track: str) -> Tensor:
-    """Trained tokens of each sample of a track, int64 [B]; 1 for samples that are not texts."""
-    return torch.tensor([count for part in resp.map(_count_trained, track) for count in part], dtype=torch.int64)
-
-
-def _count_trained(resp: RolloutResp, track: str) -> list[int]:
-    """Runs in the workers that hold the response."""
-    segment = resp.tracks[track].segment
-    if not isinstance(segment, TextSegment):
-        return [1] * resp.tracks[track].batch_size
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), segment.trained.cpu().cumsum(0)])
-    return ends[segment.cu_seqlens].diff().tolist()
+        self._advantages.load_state_dict(state, changed=changed)
 
 
 def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -467,34 +374,10 @@ def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(part[name] for part in parts if name in part) for name in sorted({n for p in parts for n in p})}
 
 
-def reward_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Metrics of a track's rewards: over all samples, by component, and within groups."""
-    rewards = track.scored_rewards
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(unbiased=False)),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-    }
-    for name, values in track.component_rewards.items():
-        metrics[f"reward/{name}/mean"] = float(values.mean())
-        metrics[f"reward/{name}/std"] = float(values.std(unbiased=False))
-    return {**metrics, **group_metrics(rewards, track.group_ids)}
-
-
-def count_metrics(track: RolloutTrack) -> dict[str, float]:
-    """Means of the engine's per-sample counts of a track."""
-    return {f"rollout/{name}": float(values.double().mean()) for name, values in track.counts.items()}
-
-
-def advantage_metrics(advantages: Mapping[str, Tensor]) -> dict[str, float]:
-    """Mean and size of the advantages [B] of each trained track, prefixed by its name if there are several."""
-    return {
-        f"{name}/{key}" if len(advantages) > 1 else key: value
-        for name, values in advantages.items()
-        for key, value in (
-            ("advantage/mean", float(values.mean())),
-            ("advantage/abs_mean", float(values.abs().mean())),
-            ("advantage/max", float(values.abs().max())),
-        )
-    }
+def _unscored(track: RolloutTrack, max_refills: int) -> RewardError:
+    """The error for groups of a track that have no score after all refills."""
+    return RewardError(
+        f"{len(track.failed_groups)} groups still could not be scored after {max_refills} "
+        f"refills: {sorted(track.failed_groups)[:4]}; "
+        f"first error: {next((error for error in track.reward_errors if error), None)}"
+    )
