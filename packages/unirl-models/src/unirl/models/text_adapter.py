@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
+from unirl.models.chat_template import ChatTemplate
 from unirl.models.token_scores import ScoringHead
 from unirl.types.conditions import Bridge, Condition, Conversation, ImagePatchCondition, PromptCondition
 from unirl.types.errors import ConfigError
@@ -25,8 +26,6 @@ from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
 _PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
-_WRITTEN = "<<written by the model>>"
-"""Stands for a turn of the model while a template is rendered."""
 
 
 class LanguageBundle(ModelBundle, Protocol):
@@ -124,21 +123,12 @@ class TextAdapter:
         system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,  # Any: whatever the template reads
     ) -> None:
-        has_template = bundle.tokenizer.chat_template is not None
-        if chat_template and not has_template:
-            raise ConfigError(
-                f"chat_template = true, but the tokenizer of {bundle.pretrained_model} has no template. Base models "
-                "are prompted as they are: set chat_template: false."
-            )
-        uses_template = has_template if chat_template is None else chat_template
-        if not uses_template and (system_prompt is not None or template_kwargs):
-            raise ConfigError("system_prompt and template_kwargs do nothing without a chat template. Remove them.")
         self.bundle = bundle
-        self.uses_template = uses_template
+        self._chat_template = ChatTemplate(
+            bundle, is_wanted=chat_template, system_prompt=system_prompt, options=template_kwargs
+        )
+        self.uses_template = self._chat_template.is_used
         """True if prompts are messages in the chat template."""
-        self._system_prompt = system_prompt
-        self._template_kwargs = dict(template_kwargs or {})
-        self._scaffolds: dict[tuple[str, ...], tuple[list[list[int]], int]] = {}
 
     @property
     def context_length(self) -> int:
@@ -196,48 +186,19 @@ class TextAdapter:
 
     def templated(self, content: str | list[dict[str, str]]) -> list[int]:
         """Tokens of a user's message, text or the parts that a multimodal template takes, in the chat template."""
-        return self._asked([{"role": "user", "content": content}])
-
-    def _asked(self, messages: list[dict[str, Any]]) -> list[int]:  # Any: the library declares contents of text alone
-        """Tokens of what stands before the model's first turn, in the chat template, under the system prompt."""
-        if self._system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        rendered = self.bundle.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._template_kwargs,
-        )
-        # The template has written every special token that it wants.
-        return self.bundle.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return self._chat_template.opening([{"role": "user", "content": content}])
 
     def offer_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         """From now on prompts name these tools as the chat template does. Schemas: as OpenAI's `tools`.
 
         Raises ConfigError if there is no template, or it names no tools.
         """
-        template = self.bundle.tokenizer.chat_template if self.uses_template else None
-        if template is None or "tools" not in str(template):
-            raise ConfigError(
-                f"the chat template of {self.bundle.pretrained_model} names no tools, so the model would not know of "
-                "them. Name them in the prompts and set turns.shows_tools: false, or take a model whose template does."
-            )
-        self._template_kwargs["tools"] = [dict(schema) for schema in schemas]
-        self._scaffolds.clear()
+        self._chat_template.offer_tools(schemas)
 
     def set_system_prompt(self, text: str) -> None:
         """From now on prompts stand under this message of the system. Raises ConfigError if there is no template, or
         the recipe names another one."""
-        if not self.uses_template:
-            raise ConfigError(
-                f"the environment has a message of the system ({text[:60]!r}), and {self.bundle.pretrained_model} is "
-                "prompted without a chat template. Take a model whose tokenizer has one."
-            )
-        if self._system_prompt not in (None, text):
-            raise ConfigError(
-                f"pipeline.system_prompt = {self._system_prompt!r}, and the environment has {text!r}. Remove one."
-            )
-        self._system_prompt = text
+        self._chat_template.set_system_prompt(text)
 
     @property
     def media_tokens(self) -> frozenset[int]:
@@ -264,7 +225,7 @@ class TextAdapter:
                 "several turns need a chat template, which says how messages follow each other. Take a model whose "
                 "tokenizer has one, and leave chat_template unset."
             )
-        scaffold, _ = self._scaffold(tuple(each.role for each in messages))
+        scaffold = self._chat_template.between(tuple(each.role for each in messages))
         tokens = list(scaffold[0])
         images: list[tuple[int, ImagePatchCondition]] = []
         for each, behind in zip(messages, scaffold[1:], strict=True):
@@ -306,11 +267,11 @@ class TextAdapter:
         """The messages before the model's first turn."""
         if not self.uses_template:
             return Bridge(self.prompt_tokens("".join(each.content for each in messages)))
-        return Bridge(self._asked([{"role": each.role, "content": each.content} for each in messages]))
+        return Bridge(self._chat_template.opening([{"role": each.role, "content": each.content} for each in messages]))
 
     def _turn_end(self) -> int:
         """The token that ends a turn of the model."""
-        return self._scaffold(())[1] if self.uses_template else self.bundle.tokenizer.eos_token_id
+        return self._chat_template.turn_end if self.uses_template else self.bundle.tokenizer.eos_token_id
 
     def _plain_tokens(self, text: str) -> list[int]:
         """Tokens of a text none of which is an added one: special tokens and tags that it spells are cut in two."""
@@ -322,54 +283,6 @@ class TextAdapter:
     def _added_tokens(self) -> re.Pattern[str]:
         added: list[str] = sorted(self.bundle.tokenizer.get_added_vocab(), key=len, reverse=True)
         return re.compile("|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)")
-
-    def _scaffold(self, roles: tuple[str, ...]) -> tuple[list[list[int]], int]:
-        """What the template writes before, between and behind messages of these roles that follow a turn of the model,
-        and the token that ends the turn. Rendered once: it does not depend on what the messages say."""
-        if roles not in self._scaffolds:
-            self._scaffolds[roles] = self._rendered_scaffold(roles)
-        return self._scaffolds[roles]
-
-    def _rendered_scaffold(self, roles: tuple[str, ...]) -> tuple[list[list[int]], int]:
-        marks = [f"<<message {place} of {len(roles)}>>" for place in range(len(roles))]
-        rendered = self.bundle.tokenizer.apply_chat_template(
-            [
-                {"role": "user", "content": "question"},
-                {"role": ASSISTANT, "content": _WRITTEN},
-                *({"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)),
-            ],
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._template_kwargs,
-        )
-        rest = str(rendered).partition(_WRITTEN)[2]
-        start, end = self._end_of_turn(rest)
-        rest, pieces = rest[start:], []
-        for role, mark in zip(roles, marks, strict=True):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise ConfigError(
-                    f"the chat template of {self.bundle.pretrained_model} leaves out messages of the role {role!r}"
-                )
-            pieces.append(before)
-        tokenizer = self.bundle.tokenizer
-        return [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (*pieces, rest)], end
-
-    def _end_of_turn(self, behind: str) -> tuple[int, int]:
-        """Place behind the first end-of-sequence token in what follows a turn of the model, and that token."""
-        ends = self.bundle.tokenizer.convert_ids_to_tokens(list(self.bundle.eos_token_ids))
-        places = [
-            (behind.find(end) + len(end), token)
-            for token, end in zip(self.bundle.eos_token_ids, ends, strict=True)
-            if end in behind
-        ]
-        if not places:
-            raise ConfigError(
-                f"the chat template of {self.bundle.pretrained_model} ends a turn of the model with none of its "
-                f"end-of-sequence tokens {ends}, so nothing can follow a turn. Give generation_config.json the token "
-                "that ends a turn as eos_token_id."
-            )
-        return min(places)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Their text, without special tokens."""

@@ -104,7 +104,7 @@ class QwenVLAdapter(TextAdapter):
         contents = [self._content(each.content, {"image": len(each.images)}) for each in messages]
         if self.uses_template:
             pairs = zip(messages, contents, strict=True)
-            tokens = self._asked([{"role": each.role, "content": content} for each, content in pairs])
+            tokens = self._chat_template.opening([{"role": each.role, "content": content} for each, content in pairs])
         else:
             tokens = self.prompt_tokens("".join(map(str, contents)))
         condition = self.images_of([shown])
