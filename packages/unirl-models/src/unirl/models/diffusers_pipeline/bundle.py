@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unirl.models.bundle import Bundle, LoRASettings
@@ -17,36 +14,19 @@ from unirl.models.diffusers_pipeline.attention import compute_attention_by, refu
 from unirl.models.diffusers_pipeline.components import Component, Role
 from unirl.models.diffusers_pipeline.construction import from_configuration, without_weights
 from unirl.models.diffusers_pipeline.export import write_lora, write_merged
+from unirl.models.diffusers_pipeline.reading import can_defer, read_model, read_processor, stored_tensors
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.rules import AttentionBackend, not_dispatched, span_problem
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.diffusers_pipeline.tiling import work_in_tiles
-from unirl.models.extras import from_extra
 from unirl.models.loading import open_pipeline_folder
-from unirl.models.stored import (
-    Source,
-    TensorFiles,
-    check_state,
-    file_tensors,
-    safetensors_files,
-    size_problem,
-    without_values,
-)
+from unirl.models.stored import Source, without_values
 from unirl.models.token_plan import SpreadTokens, TokenPlan
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import building_on, empty_cache, has_values
 from unirl.types.errors import CheckpointError, ConfigError, ContractError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import RecomputeContexts, TokenExchange
-
-with from_extra("diffusers"):
-    import transformers
-    from diffusers.models.modeling_utils import ModelMixin
-
-logger = logging.getLogger(__name__)
-
-_WEIGHTS = "diffusion_pytorch_model"
-"""Beginning of the names of weight files."""
 
 
 @bounded("bundle")
@@ -149,7 +129,7 @@ class DiffusersBundle(Bundle):
         trainable = [name for name, component in present.items() if component.role is Role.TRAINED]
         self._check_trains(trains, trainable)
         trained = trainable if trains is None else list(trains)
-        self.defers_weights = defers_weights and (not has_values(self.device) or self._can_defer(trained))
+        self.defers_weights = defers_weights and (not has_values(self.device) or can_defer(self.folder, trained))
         """True if the parameters of what trains are on the meta device, for a backend to read."""
 
         self.modules: dict[str, Any] = {}  # Any: as in `load`
@@ -265,7 +245,7 @@ class DiffusersBundle(Bundle):
         if trains and self.defers_weights:
             model = without_weights(model_class, path, dtype, device)
         elif has_values(self.device):
-            model = self._read(path, model_class, dtype, device).to(device).eval()
+            model = read_model(path, model_class, dtype, device).to(device).eval()
         else:
             with building_on(device, of=self.device) as place:
                 model = from_configuration(model_class, path, dtype, place)
@@ -274,19 +254,6 @@ class DiffusersBundle(Bundle):
             return model
         return model.requires_grad_(False)
 
-    def _can_defer(self, trained: Sequence[str]) -> bool:
-        """True if all that trains can be read in parts. Logs what cannot."""
-        for name in trained:
-            path = self.folder.path / name
-            is_in_parts = any(
-                (path / f"{_WEIGHTS}{end}").is_file() for end in (".safetensors", ".safetensors.index.json")
-            )
-            if not is_in_parts or "quantization_config" in self.folder.config(name):
-                reason = "its weights are quantised" if is_in_parts else f"it has no {_WEIGHTS}.safetensors"
-                logger.warning("every rank reads all of %s: %s", path, reason)
-                return False
-        return True
-
     def stored_weights(self) -> dict[str, dict[str, Source]]:
         """Where each weight of what trains is, see unirl.types.protocols.models.DefersWeights."""
         found: dict[str, dict[str, Source]] = {}
@@ -294,53 +261,12 @@ class DiffusersBundle(Bundle):
             if not has_values(self.device):
                 found[name] = {**without_values(module)}
                 continue
-            path = self.folder.path / name
-            files = TensorFiles(safetensors_files(path, _WEIGHTS) or {})
-            found[name] = file_tensors(module, files)
-            check_state(module, found[name], path, unread=files.files.keys() - found[name].keys())
+            found[name] = stored_tensors(module, self.folder.path / name)
         return found
 
-    def _read(self, path: Path, model_class: Any, dtype: torch.dtype, device: torch.device) -> Any:  # Any: as in `load`
-        # transformers reads tensor by tensor to the device. diffusers, whose autoencoders are small, could not say what
-        # is missing if it did.
-        options = (
-            {"torch_dtype": dtype} if issubclass(model_class, ModelMixin) else {"dtype": dtype, "device_map": device}
-        )
-        try:
-            model, info = model_class.from_pretrained(path, output_loading_info=True, **options)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            self._refuse_other_sizes(path, model_class, dtype)
-            raise CheckpointError(f"{path} does not load as {model_class.__name__}: {error}") from error
-        wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
-        if any(wrong.values()):
-            # Both libraries would go on with random weights in these places.
-            raise CheckpointError(
-                f"{path} does not hold all weights of {model_class.__name__}: {wrong}. Fetch it again."
-            )
-        return model
-
-    def _refuse_other_sizes(self, path: Path, model_class: Any, dtype: torch.dtype) -> None:  # Any: as in `load`
-        """Raise CheckpointError for a component that did not load, if that is due to the shape of its tensors."""
-        stem = _WEIGHTS if issubclass(model_class, ModelMixin) else "model"
-        files = safetensors_files(path, stem)
-        if files is not None:
-            model = from_configuration(model_class, path, dtype, "meta")
-            problem = size_problem(model, file_tensors(model, TensorFiles(files)), path)
-            if problem is not None:
-                raise CheckpointError(problem)
-
     def load_processor(self, name: str) -> Any:  # Any: tokenizers and image processors share no base class
-        """A tokenizer or image processor by the class that the index names. Raises CheckpointError if it does not
-        load."""
-        class_name = str(self.folder.class_of(name))
-        path = self.folder.path / name
-        found = vars(transformers).get(class_name) or getattr(transformers, class_name, None)
-        if found is None:
-            raise CheckpointError(f"{path}: transformers {transformers.__version__} has no class {class_name}.")
-        try:
-            return found.from_pretrained(path)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} does not load as {class_name}: {error}") from error
+        """A tokenizer or image processor, see `read_processor`."""
+        return read_processor(self.folder, name)
 
     # What adapters and training ask ----------------------------------------------------------------------------------
 
