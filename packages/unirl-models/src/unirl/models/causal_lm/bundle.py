@@ -16,14 +16,16 @@ from torch.utils.checkpoint import noop_context_fn
 
 from unirl.models.causal_lm.attention import NAME as PACKED_ATTENTION
 from unirl.models.causal_lm.attention import PACKABLE_LAYERS, Unpackable
+from unirl.models.causal_lm.checks import check_blocks, check_tokenizer, plain_projection, rotations_by_length
 from unirl.models.causal_lm.construction import from_configuration, without_weights
 from unirl.models.causal_lm.converted import ConvertedState, NotInPartsError, converted_state
+from unirl.models.causal_lm.export import write_merged
+from unirl.models.causal_lm.reading import read_model
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.construction import TrueOnMeta
 from unirl.models.cut_layers import cut_blocks
 from unirl.models.extras import from_extra
 from unirl.models.loading import ModelFolder, open_model_folder
-from unirl.models.merged_export import check_fits, copy_others, export_folder
 from unirl.models.one_component import OneComponentBundle
 from unirl.models.packing import Packing
 from unirl.models.rules import heads_problem, layers_kept, layers_problem, tokens_kept
@@ -32,7 +34,7 @@ from unirl.models.stored import Source, TensorFiles, safetensors_files, without_
 from unirl.models.token_scores import CHUNK_LOGITS, ScoringHead
 from unirl.types.bounds import PositiveInt, Seed, bounded
 from unirl.types.devices import has_values
-from unirl.types.errors import CheckpointError, ConfigError, ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.precision import dtype_named
 from unirl.types.protocols.models import CutBlock, ExpertExchange, LayerExchange, RecomputeContexts, TokenExchange
 from unirl.types.recipe import heads_option
@@ -40,16 +42,11 @@ from unirl.types.weights import PublishedParts
 
 with from_extra("transformers"):
     import transformers
-    from safetensors import SafetensorError
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = "model"
 """Beginning of the names of weight files."""
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-
-_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
-"""Types of rotary embeddings whose frequencies follow the longest position of a forward."""
 
 
 @bounded("bundle")
@@ -108,9 +105,10 @@ class CausalLMBundle(OneComponentBundle):
             self._defer_weights(weights_dtype)
         if not self.defers_weights:
             self.model = self._load_model(weights_dtype).to(self.device).eval()
-        self.head = self._scoring_head(chunk_logits)
-        self._check_tokenizer()
-        self._check_blocks()
+        self.head = ScoringHead(plain_projection(self.model), chunk_logits=chunk_logits)
+        self.model.set_output_embeddings(self.head)
+        check_tokenizer(self.tokenizer, self.model, self.vocabulary_size, self.folder.path)
+        check_blocks(self.model, self.block_class_names)
         self._check_logits()
         self.is_packable = self._pack()
         """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
@@ -164,12 +162,8 @@ class CausalLMBundle(OneComponentBundle):
         config = self.model.config.get_text_config()
         if not self.is_packable:
             raise ConfigError(tokens_kept(at, name, "its layers are not packed attention alone"))
-        rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or by type of layer
-        types = {
-            str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)
-        } & _ROPE_BY_LENGTH
-        if types:
-            reason = f"its rotations ({', '.join(sorted(types))}) depend on the longest position of a row"
+        if types := rotations_by_length(config):
+            reason = f"its rotations ({', '.join(types)}) depend on the longest position of a row"
             raise ConfigError(tokens_kept(at, name, reason))
         num_heads = config.num_attention_heads
         num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads  # only those with fewer say it
@@ -230,20 +224,7 @@ class CausalLMBundle(OneComponentBundle):
         Raises ConfigError if `folder` is the checkpoint itself, CheckpointError if names or shapes do not fit.
         """
         weights = {name: tensor.detach().to("cpu") for name, tensor in self.published(state).items()}
-        target = export_folder(folder, self.folder.path)
-        with torch.device("meta"):
-            model = type(self.model)(self.model.config)
-        ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        weights.update({name: weights[source] for name, source in ties.items() if source in weights})
-        expected = dict(model.named_parameters(remove_duplicate=False))
-        buffers = [name for name, _ in self.model.named_buffers()]
-        check_fits(weights, expected, self.folder.path, optional=buffers)
-        dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-        copy_others(self.folder.path, target, *_WEIGHT_FILES, "onnx")
-        model.load_state_dict(weights, strict=False, assign=True)
-        if len(dtypes) == 1:
-            model.config.dtype = dtypes.pop()
-        model.save_pretrained(target, state_dict={name: weights[name] for name in expected if name not in ties})
+        write_merged(folder, self.folder.path, self.model, weights)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -289,45 +270,7 @@ class CausalLMBundle(OneComponentBundle):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._random_weights)
                 return from_configuration(self.auto_class, path, dtype, torch.device("cpu"))
-        try:
-            model, info = self.auto_class.from_pretrained(
-                path, dtype=dtype, output_loading_info=True, device_map=self.device
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} does not load: {error}") from error
-        wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
-        if any(wrong.values()):
-            # transformers would go on with random weights in these places.
-            raise CheckpointError(f"{path} does not hold all weights of {type(model).__name__}: {wrong}.")
-        return model
-
-    def _scoring_head(self, chunk_logits: int) -> ScoringHead:
-        projection = self.model.get_output_embeddings()
-        if type(projection) is not nn.Linear:
-            raise ConfigError(
-                f"{type(self.model).__name__} projects onto its vocabulary by a {type(projection).__name__}; tokens "
-                "can be scored after a plain linear layer only."
-            )
-        head = ScoringHead(projection, chunk_logits=chunk_logits)
-        self.model.set_output_embeddings(head)
-        return head
-
-    def _check_tokenizer(self) -> None:
-        largest = max(self.tokenizer.get_vocab().values())
-        rows = min(self.vocabulary_size, self.model.get_input_embeddings().num_embeddings)
-        if largest >= rows:
-            raise CheckpointError(
-                f"{self.folder.path}: tokenizer and model disagree, the tokenizer's largest id is {largest} and the "
-                f"model has {rows} words. The tokenizer's files are of another model: fetch the folder again."
-            )
-
-    def _check_blocks(self) -> None:
-        names = set(self.block_class_names)
-        if not any(type(module).__name__ in names for module in self.model.modules()):
-            raise ConfigError(
-                f"{type(self.model).__name__} declares the blocks {sorted(names)} and has none of them. Derive a "
-                "bundle that names its block_class_names."
-            )
+        return read_model(self.auto_class, path, dtype, self.device)
 
     def _check_logits(self) -> None:
         """Raises ConfigError for a model that does more to its logits than project, which scoring would leave out."""
