@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 
 from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.base import BaseRolloutEngine
-from unirl.rollout.environments.base import Task
 from unirl.rollout.environments.begun import BegunEpisode, Lost
 from unirl.rollout.environments.playing import ProcessLimits
 from unirl.rollout.environments.text import TextEnvironment
-from unirl.rollout.text_checks import prompt_conditions, text_params
+from unirl.rollout.text_checks import text_params
 from unirl.rollout.turns.calls import Turn, calls_of, outside_calls
-from unirl.rollout.turns.episodes import BEGUN_AGAIN, SECONDS, UNFINISHED, Episode, Written, next_request, track_of
+from unirl.rollout.turns.episodes import SECONDS, Episode, Written, next_request, track_of
+from unirl.rollout.turns.opening import Opening
 from unirl.rollout.turns.parts import Part, Parts
-from unirl.rollout.turns.prompt_images import UNDECLARED, images_of_prompts, message_image, with_images
-from unirl.sde.noise import noise_seed
+from unirl.rollout.turns.prompt_images import UNDECLARED
 from unirl.types.bounds import Positive, PositiveInt, bounded
-from unirl.types.conditions import Bridge, Condition, ImagePatchCondition, PromptCondition
+from unirl.types.conditions import Bridge, Condition
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ConfigError, DataError, RefusedError
-from unirl.types.media import ImageLists, Texts, shown_pixels
-from unirl.types.messages import Message, ShownImage, brings_conversation
-from unirl.types.noise import noise_key
+from unirl.types.media import Texts
+from unirl.types.messages import Message, brings_conversation
 from unirl.types.protocols.engines import ChunkListener, TextRolloutEngine
 from unirl.types.protocols.hosting import HostingPool
 from unirl.types.protocols.models import ConversationCodec
@@ -106,6 +104,7 @@ class TurnsEngine(BaseRolloutEngine):
             num_workers=num_workers or 1,
             waits_for_pool=pool is not None,
         )
+        self._opening = Opening(pipeline, self._parts, shows_images=environment.shows_images)
         self._listener: ChunkListener | None = None
         self._is_aborted = False
 
@@ -141,10 +140,10 @@ class TurnsEngine(BaseRolloutEngine):
         try:
             if begun is None:
                 track_name = ""
-                req, episodes, conditions = self._begun(req, params, dict(enumerate(names)))
+                req, episodes, conditions = self._opening.begun(req, params, dict(enumerate(names)))
             else:
                 track_name = begun.root_name()
-                req, episodes, conditions = self._resumed(req, params, begun.root_track(), names)
+                req, episodes, conditions = self._opening.resumed(req, params, begun.root_track(), names)
             track_name = self._play(req, episodes, conditions, names, policy, track_name)
             left = {row: name for row, name in enumerate(names) if episodes[row].end is None}
             kept = self._parts.keep(left) if left else {}
@@ -160,67 +159,6 @@ class TurnsEngine(BaseRolloutEngine):
         """True if the engine returns conversations that the rows bring, which no environment has to answer."""
         is_offline = isinstance(self._engine, BaseRolloutEngine) and self._engine.needs_texts
         return is_offline and any(map(brings_conversation, req.rows))
-
-    def _begun(
-        self, req: RolloutReq, params: ARSamplingParams, rows: Mapping[int, str]
-    ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
-        """The request with the prompts that the environment replaces, its episodes, and their conditions. rows: places
-        of its samples in the call, with the names of the episodes."""
-        texts, shown = req.texts, images_of_prompts(req)
-        opened, took_s = self._parts.reset(_tasks(req, params, rows))
-        if shown is None and self._shows_images:
-            shown = ImageLists(images=[[] for _ in texts])
-        for place, name in enumerate(rows.values()):
-            first = opened[name]
-            if not isinstance(first, Lost) and first:
-                texts[place] = first[0].content
-                if first[0].images:
-                    shown = with_images(shown, place, [shown_pixels(image) for image in first[0].images])
-        given = {} if shown is None else {"image": shown}
-        req = req.replace(primitives={**req.primitives, "text": Texts(texts=texts), **given})
-        conditions = prompt_conditions(req, self._codec)
-        firsts = [opened[name] for name in rows.values()]
-        return req, self._episodes(conditions, texts, shown, firsts, took_s), conditions
-
-    def _resumed(
-        self, req: RolloutReq, params: ARSamplingParams, begun: RolloutTrack, names: Sequence[str]
-    ) -> tuple[RolloutReq, list[Episode], dict[str, Condition]]:
-        """As `_begun`, of episodes that an earlier call has begun."""
-        own = [(row or {})[UNFINISHED] for row in begun.metadata]
-        episodes = [each.episode for each in own]
-        todo = {row: (names[row], each.played) for row, each in enumerate(own) if each.played is not None}
-        if again := {row: names[row] for row in self._parts.resume(todo)}:
-            _, fresh, _ = self._begun(req.select(list(again)), params, again)
-            for row, episode in zip(again, fresh, strict=True):
-                episode.counts[BEGUN_AGAIN] = 1.0
-                episodes[row] = episode
-        return req.replace(primitives=begun.primitives), episodes, begun.conditions
-
-    def _episodes(
-        self,
-        conditions: Mapping[str, Condition],
-        texts: Sequence[str],
-        shown: ImageLists | None,
-        opened: Sequence[Any],  # Any: what each observes first
-        took_s: float,
-    ) -> list[Episode]:
-        """Episodes that have read their prompts."""
-        episodes = []
-        images = conditions.get("images")
-        for row, tokens in enumerate(cast("PromptCondition", conditions["prompt"]).to("cpu").unpack("tokens")):
-            episode = Episode(tokens.tolist())
-            if shown is not None:
-                episode.images = list(shown.images[row])
-                episode.sources = None if shown.sources is None else list(shown.sources[row])
-            if isinstance(images, ImagePatchCondition) and images.places is not None:
-                episode.seen.append((0, images.select([row])))
-            episode.say("user", texts[row], len(episode.images))
-            episode.counts[SECONDS] = took_s / len(texts)
-            first = opened[row]
-            if isinstance(first, Lost):
-                episode.fail(first.reason)
-            episodes.append(episode)
-        return episodes
 
     def _play(
         self,
@@ -362,21 +300,6 @@ class TurnsEngine(BaseRolloutEngine):
         """The engine, and the processes of the environment."""
         self._parts.shutdown()
         self._engine.shutdown()
-
-
-def _tasks(req: RolloutReq, params: ARSamplingParams, rows: Mapping[int, str]) -> dict[int, tuple[str, Task, int]]:
-    """Row -> (name, task, seed) of each sample of a request. Episodes of a group begin equally."""
-    shown = images_of_prompts(req)
-    known: dict[int, ShownImage] = {}
-    tasks: dict[int, tuple[str, Task, int]] = {}
-    samples = zip(rows.items(), req.rows, req.texts, req.group_ids, strict=True)
-    for place, ((row, name), metadata, text, group) in enumerate(samples):
-        seed = noise_seed(params.seed, f"{noise_key(req.rollout_id, group)}:environment")
-        task = {**metadata, "prompt": text}
-        if shown is not None:
-            task["images"] = tuple(message_image(image, known) for image in shown.images[place])
-        tasks[row] = name, task, seed
-    return tasks
 
 
 def _tag_ids(codec: ConversationCodec, tags: Sequence[str]) -> tuple[int, int]:
