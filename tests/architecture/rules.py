@@ -257,6 +257,25 @@ def wrong_arrows(root: Path) -> list[str]:
     return sorted(set(found))
 
 
+MOST_LINES = {"class": 300, "function": 100}
+"""Of a definition, its docstring included."""
+
+
+def oversized(root: Path) -> list[str]:
+    """Classes and functions that have too many lines to be read at once."""
+    found = []
+    for module in modules(root):
+        for node in module.nodes:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_LINES[kind]:
+                place = f"{module.path.relative_to(root)}:{node.lineno}"
+                found.append(f"{place}: the {kind} {node.name} has {lines} lines, at most {MOST_LINES[kind]}")
+    return found
+
+
 def hidden_imports(root: Path) -> list[str]:
     """Imports of a module that the importing one must not know; see HIDDEN."""
     return sorted(

@@ -50,6 +50,10 @@ def test_no_module_imports_what_is_above_it():
     none_of(rules.hidden_imports(ROOT))
 
 
+def test_classes_and_functions_are_short():
+    none_of(rules.oversized(ROOT))
+
+
 def test_imported_packages_are_required():
     none_of(rules.undeclared_imports(ROOT))
 
@@ -204,6 +208,14 @@ def test_right_arrows_pass(tmp_path, part, path, source):
 )
 def test_an_import_of_what_is_above_is_found(tmp_path, path, source, count):
     assert len(rules.hidden_imports(plant(tmp_path, package("train", path, source)))) == count
+
+
+@pytest.mark.parametrize(
+    ("head", "lines", "count"), [("class Long:", 300, 1), ("class Long:", 299, 0), ("def long():", 100, 1)]
+)
+def test_a_long_class_or_function_is_found(tmp_path, head, lines, count):
+    root = plant(tmp_path, package("types", "types/own.py", head + "\n" + "    x = 1\n" * lines))
+    assert len(rules.oversized(root)) == count
 
 
 def test_a_stray_init_file_is_found(tmp_path):
