@@ -44,7 +44,9 @@ MODELS: Mapping[str, Model] = {
     "qwen_image_edit": Model("latents", "qwen_image_edit_shapes", "edits", shows_media=True),
     "qwen_image": Model("latents", "qwen_image_small", "shapes", write=write_qwen_image),
     "flux1": Model("latents", "flux1_small", "shapes", write=flux1.write),
-    "flux1_kontext": Model("latents", "flux1_kontext_small", "edits", shows_media=True, write=flux1.write_kontext),
+    "flux1_kontext": Model(
+        "latents", "flux1_kontext_small", "edits_compressibility", shows_media=True, write=flux1.write_kontext
+    ),
     "flux2_klein_edit": Model("latents", "flux2_klein_shapes", "edits", shows_media=True),
     "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
     "wan21": Model("latents", "wan21_moves", "moves"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import tempfile
 import threading
@@ -33,6 +34,7 @@ from unirl.types.errors import ConfigError, UniRLError
 
 logger = logging.getLogger(__name__)
 
+_PACKAGED = re.compile(r"\S*/(?=unirl/worlds/)")
 SCHEMA = 1
 _SHARED = ("torch", "transformers", "diffusers")
 """Packages that an engine's environment has of its own versions."""
@@ -96,7 +98,7 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
         try:
             checked = check_recipe(recipe_of(model, engine, algorithm), this_machine())
         except ConfigError as error:
-            yield f"learns: {algorithm}", {"n/a": str(error).splitlines()[0]}
+            yield f"learns: {algorithm}", _refused(error)
             continue
         try:
             with running(checked) as run:
@@ -117,7 +119,7 @@ def _adapter_push(model: str, engine: str, algorithm: str) -> Cell:
     try:
         checked = check_recipe(recipe_of(model, engine, algorithm, train="lora"), this_machine())
     except ConfigError as error:
-        return {"n/a": str(error).splitlines()[0]}
+        return _refused(error)
     try:
         with running(checked) as run:
             return _cell(push_gap(run)) if learns(run) else False
@@ -137,6 +139,11 @@ def running(run: ComposedRun) -> Generator[Running]:
 
 def _cell(found: Measured | NotApplicable) -> Cell:
     return {"n/a": found.reason} if isinstance(found, NotApplicable) else found
+
+
+def _refused(error: ConfigError) -> Cell:
+    """The reason, without the folder of this installation before a file of a world."""
+    return {"n/a": _PACKAGED.sub("", str(error).splitlines()[0])}
 
 
 def _failed(error: UniRLError) -> Cell:
