@@ -41,7 +41,7 @@ class JointOptimizer:
         self._schedule = schedule
         self._max_skipped_steps = max_skipped_steps
         self.policy = make_adamw(list(parameters.values()), config)
-        """Of the policy's parameters."""
+        """AdamW of the policy's parameters."""
         self.auxiliary: dict[str, AuxiliaryModule] = {}
         """Modules that step with the policy, by name."""
         self.trained_copies: dict[str, TrainedCopy] = {}
