@@ -225,18 +225,6 @@ def findings(name, *overrides):
             "the recipe has WanAnimateBundle. Set engine._target_: ",
         ),
         (
-            "hunyuan_video15/t2v_dancegrpo",
-            ["parts/engine=vllm_omni", "parts/sync=lora"],
-            "VLLMOmniEngine does not take of HunyuanVideo15Bundle as they are. Set sync._target_: unirl.distributed."
-            "weight_sync.full.FullWeightSync, which merges them, and engine.max_lora_rank: null.",
-        ),
-        (
-            "worlds/thoughts/vllm_omni",
-            [LORA_SYNC, "parts/train=lora"],
-            "VLLMOmniEngine does not take of BagelBundle as they are. Set sync._target_: unirl.distributed."
-            "weight_sync.full.FullWeightSync, which merges them.",
-        ),
-        (
             VLLM,
             ["+engine.max_lora_rank=16"],
             "FullWeightSync pushes whole weights, but engine.max_lora_rank = 16. Set engine.max_lora_rank: null",

@@ -28,5 +28,5 @@ def test_every_metric_in_the_code_is_documented():
     placeholders |= {"train/{name}_grad_norm": "train/critic_grad_norm"}
     placeholders |= {"timing_s/{name}": "timing_s/rollout"}
     for name in found:
-        documented = placeholders.get(name, name.replace("{step}", "<step>"))
+        documented = placeholders.get(name, name.replace("{step}", "<step>").replace("{medium}", "<medium>"))
         assert f"`{documented}" in text, f"{name} is not in docs/reference/metrics.md"
