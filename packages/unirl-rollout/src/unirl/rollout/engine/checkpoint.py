@@ -36,9 +36,9 @@ def part_shapes(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[int, 
 
 def part_files(folder: Path, names: Mapping[str, str] | None) -> dict[str, tuple[str, str]]:
     """Tensor name of `part_shapes`, or of `checkpoint_shapes` for None -> its file, and its name in that."""
-    files = _names_in_files(folder)
-    chosen = _own_names(files) if names is None else _part_names(files, names)
-    return {own: (str(files[name]), name) for own, name in chosen.items()}
+    stored = _stored(folder)
+    chosen = _own_names(stored) if names is None else _part_names(stored, names)
+    return {own: (str(stored[name][0]), name) for own, name in chosen.items()}
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -49,27 +49,20 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _all_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
-    return shapes
+    return {name: shape for name, (_, shape) in _stored(folder).items()}
 
 
-def _names_in_files(folder: Path) -> dict[str, Path]:
-    names: dict[str, Path] = {}
-    for file in _files(folder):
-        with safe_open(file, framework="pt") as opened:
-            names |= dict.fromkeys(opened.keys(), file)
-    return names
-
-
-def _files(folder: Path) -> list[Path]:
+def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Tensor name -> its file and shape."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"the model folder {folder} has no safetensors files; save it with save_pretrained")
-    return files
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                stored[name] = file, tuple(opened.get_slice(name).get_shape())
+    return stored
 
 
 def _part_names(names: Collection[str], parts: Mapping[str, str]) -> dict[str, str]:
