@@ -25,6 +25,7 @@ from unirl.rollout.engine.vllm_omni.families import FAMILY, SERVED, Family, fami
 from unirl.rollout.engine.vllm_omni.messages import Ready
 from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.rollout.engine.written_for import VLLM_OMNI
+from unirl.types.adapters import factor_pairs
 from unirl.types.errors import ContractError, WeightSyncError
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -102,7 +103,9 @@ class EngineHost(LatentsHost):
                 "the adapter has other layers than the last one, whose changes would stay in the weights of the others"
             )
         self._merged = set(adapter.tensors)
-        found = self._ask("unirl_merge_adapter", str(adapter.folder), self._base_files, self._dtype)
+        names = [f"{layer}.weight" for layer in factor_pairs(adapter.tensors)]
+        base = {name: self._base_files[name] for name in names}
+        found = self._ask("unirl_merge_adapter", str(adapter.folder), base, self._dtype)
         self._sent = {"merged": found[0]["merged"]}
         self._prove_effect()
         num_layers: int = found[0]["num_layers"]
