@@ -168,20 +168,21 @@ def test_adapters_change_under_what_is_kept_but_not_under_what_was_begun_without
         first = cut_short(engine, req)
         load(3)
         second = cut_short(engine, req, first)
-        assert not second.tracks["text"].counts["continued_in_place"].any()
         load(4)
         track: Any = engine.generate(req, None, second).tracks["text"]
     finally:
         engine.shutdown()
     old, kept = first.tracks["text"], second.tracks["text"].segment
     is_read = (old.segment.status == SegmentStatus.ABORTED) & (old.segment.lengths > 0)
-    assert track.counts["continued_by_prefill"].tolist() == is_read.float().tolist() and is_read.any()
+    # More than one prefill where `cut_short` was too early and began again.
+    assert torch.equal(track.counts["continued_by_prefill"] > 0, is_read) and is_read.any()
     assert track.counts["continued_in_place"].any()
     parts = [track.segment.unpack(name) for name in ("tokens", "log_probs", "versions")]
     for row, (text, tokens, values, versions) in enumerate(zip(TEXTS, *parts, strict=True)):
         asked = letters(text), tokens.tolist()
-        # What was read anew after the first push has keys and values of the first adapter alone.
-        of_adapters = [max(version, 3) for version in versions.tolist()]
+        # What was read anew with an adapter has no keys and values of the weights before.
+        read_by = min((version for version in versions.tolist() if version), default=0)
+        of_adapters = [max(version, read_by) for version in versions.tolist()]
         expected = in_place_log_probs(models, *asked, of_adapters, LONG.temperature)
         before = log_probs(models[0], *asked, LONG.temperature)
         expected = torch.where(versions == 0, before, expected)
