@@ -136,6 +136,7 @@ def test_of_scorers_without_known_models_the_bytes_are_counted(tmp_path: Path) -
     assert "image_reward computes nothing" in share.notes[0]
 
 
+@pytest.mark.nightly
 def test_a_scorer_computes_as_much_as_its_layers_say() -> None:
     num_samples = 8
     image = (
@@ -334,34 +335,37 @@ def test_a_decoder_and_its_cache_go_with_the_rollout() -> None:
         gc.enable()
 
 
-def test_ranks_that_share_texts_each_take_a_part_of_their_tokens() -> None:
-    words = ["worlds/arithmetic/grpo", "device=cuda", "batch_size=8", "sampling.max_new_tokens=200", "eval=null"]
-    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.sp=2"]
-    peaks, flops, sent = [], [], []
-    for more in ([], ["runtime=ray", "num_devices=2", *topology]):
-        done = rehearse(*words, *more)
-        assert done.returncode == 0, done.stderr
-        peaks.append(peaks_of(done.stdout))
-        flops.append(tflop_of(done.stdout)["train"])
-        sent.append(re.findall(r"collectives in train.* alltoall ([\d.]+) MB", done.stdout))
-    assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
-    assert peaks[1]["train"] == pytest.approx(peaks[0]["train"] / 2, rel=0.05)
-    assert not sent[0] and sent[1]
+TEXTS = ("worlds/arithmetic/grpo", "device=cuda", "batch_size=8", "sampling.max_new_tokens=200", "eval=null")
+TOPOLOGY = "backend.topology"
 
 
-def test_ranks_that_have_layers_together_each_compute_a_part_of_every_token() -> None:
-    words = ["worlds/arithmetic/grpo", "device=cuda", "batch_size=8", "sampling.max_new_tokens=200", "eval=null"]
-    topology = ["+backend.topology._target_=unirl.train.configs.TrainTopology", "+backend.topology.tp=2"]
-    peaks, flops, summed = [], [], []
-    for more in ([], ["runtime=ray", "num_devices=2", *topology]):
-        done = rehearse(*words, *more)
-        assert done.returncode == 0, done.stderr
-        peaks.append(peaks_of(done.stdout))
-        flops.append(tflop_of(done.stdout)["train"])
-        summed.append(re.findall(r"collectives in train.* allreduce ([\d.]+) MB", done.stdout))
+@pytest.fixture(scope="module")
+def one_rank_of_texts() -> str:
+    """The output of a rehearsal on one device."""
+    done = rehearse(*TEXTS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("split", "collective", "least", "most"),
+    [
+        ("sp", "alltoall", 0.475, 0.525),
+        ("tp", "allreduce", 0.5, 0.8),  # each rank has the hidden states of all tokens
+    ],
+    ids=["tokens", "layers"],
+)
+def test_ranks_that_share_texts_each_compute_a_half(
+    split: str, collective: str, least: float, most: float, one_rank_of_texts: str
+) -> None:
+    topology = [f"+{TOPOLOGY}._target_=unirl.train.configs.TrainTopology", f"+{TOPOLOGY}.{split}=2"]
+    done = rehearse(*TEXTS, "runtime=ray", "num_devices=2", *topology)
+    assert done.returncode == 0, done.stderr
+    flops, peaks = ([read(text)["train"] for text in (one_rank_of_texts, done.stdout)] for read in (tflop_of, peaks_of))
     assert flops[1] == pytest.approx(flops[0] / 2, rel=0.01)
-    assert 0.5 < peaks[1]["train"] / peaks[0]["train"] < 0.8  # hidden states are those of all tokens
-    assert not summed[0] and summed[1]
+    assert least < peaks[1] / peaks[0] < most
+    sent = rf"collectives in train.* {collective} ([\d.]+) MB"
+    assert re.search(sent, done.stdout) and not re.search(sent, one_rank_of_texts)
 
 
 @pytest.mark.nightly
