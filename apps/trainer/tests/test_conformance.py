@@ -184,7 +184,16 @@ def test_a_claim_that_an_engine_breaks_is_seen(monkeypatch):
     assert bad["initial latents"] is False and bad["log-prob gap"] > 1e-6
 
 
-NIGHTLY = ("flux1", "flux1_kontext", "flux2_klein_edit", "z_image", "wan22", "wan22_ti2v", "hunyuan_video15_i2v")
+NIGHTLY = (
+    "flux1",
+    "flux1_kontext",
+    "flux1_fill",
+    "flux2_klein_edit",
+    "z_image",
+    "wan22",
+    "wan22_ti2v",
+    "hunyuan_video15_i2v",
+)
 """Models of which the engines of this process do nothing that they do not do of others."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from unirl.app.conformance.small_models import write_qwen_image
+from unirl.app.conformance.small_models import write_holes, write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
@@ -34,6 +34,8 @@ class Model:
     """Name in parts/reward."""
     shows_media: bool = False
     """True if its prompts come with images."""
+    fills_holes: bool = False
+    """True if they come with holes to fill too."""
     write: Callable[[Path], None] | None = None
     """Writes its checkpoint; None where that comes with the trainer."""
 
@@ -46,6 +48,14 @@ MODELS: Mapping[str, Model] = {
     "flux1": Model("latents", "flux1_small", "shapes", write=flux1.write),
     "flux1_kontext": Model(
         "latents", "flux1_kontext_small", "edits_compressibility", shows_media=True, write=flux1.write_kontext
+    ),
+    "flux1_fill": Model(
+        "latents",
+        "flux1_fill_small",
+        "edits_compressibility",
+        shows_media=True,
+        fills_holes=True,
+        write=flux1.write_fill,
     ),
     "flux2_klein_edit": Model("latents", "flux2_klein_shapes", "edits", shows_media=True),
     "z_image": Model("latents", "z_image_small", "shapes", write=z_image.write),
@@ -174,11 +184,13 @@ def recipe_of(model: str, engine: str, algorithm: str, *, train: str = "full") -
     if where.python is not None:
         settings["engine"]["python"] = str(where.python)
     if own.shows_media and has_own_weights:
-        settings["sync"] = {"canary_image_size": 32}
+        settings["sync"] = {"canary_image_size": 32, "canary_mask": own.fills_holes}
     if train == "lora" and has_own_weights:
         settings.setdefault("sync", {})["_target_"] = "unirl.distributed.weight_sync.lora.LoraWeightSync"
         if where.environment is not None:
             settings["engine"]["max_lora_rank"] = "${backend.lora.rank}"
+    if own.fills_holes:
+        settings["data"] = {"path": str(_written(write_holes) / "prompts.jsonl")}
     if own.write is not None:
         settings["bundle"] = {"pretrained_model": str(_written(own.write))}
     merged = _merged(settings, how.settings)
@@ -194,11 +206,11 @@ def recipe_of(model: str, engine: str, algorithm: str, *, train: str = "full") -
 
 @cache
 def _written(write: Callable[[Path], None]) -> Path:
-    """The folder of a checkpoint, written once in this process, which removes it at its end."""
+    """What is written once in this process, which removes it at its end."""
     folder = Path(tempfile.mkdtemp(prefix="unirl-conformance-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    write(folder / "checkpoint")
-    return folder / "checkpoint"
+    write(folder / "written")
+    return folder / "written"
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
