@@ -20,7 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Before anything imports Ray: under `uv run` it would otherwise build an environment for its workers, and its own
-# timeouts declare processes dead that start slowly because others run.
+# timeouts declare processes dead that start slowly because others run. Its workers would yield to all other processes.
 for _name, _value in {
     "ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "USAGE_STATS_ENABLED": "0",
@@ -30,6 +30,7 @@ for _name, _value in {
     "gcs_server_port_wait_time_s": "300",
     "gcs_server_request_timeout_seconds": "300",
     "health_check_timeout_ms": "120000",
+    "worker_niceness": "0",
 }.items():
     os.environ.setdefault(f"RAY_{_name}", _value)
 
@@ -77,14 +78,22 @@ def ray_of_two_cores(tmp_path_factory: pytest.TempPathFactory) -> Generator[Modu
         ray.shutdown()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file of minutes that would come late, and run alone, is begun first."""
+    items.sort(key=lambda item: item.path.name != "test_rehearse.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spread the whole suite over two processes, a file at a time; what is named on the command line runs in one.
+    """Spread the whole suite over processes, a file at a time; what is named on the command line runs in one.
 
-    Most matrix tests are in a few files, which are shared by both.
+    Tests wait a fifth of their time, for processes that start or are late: there is one process more than cores. Those
+    of the matrix compute, and most of them are in a few files, which are shared.
     """
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses = min(2, os.cpu_count() or 1)
-        config.option.dist = "loadfile" if not config.option.markexpr.startswith("matrix") else "worksteal"
+        is_matrix = config.option.markexpr.startswith("matrix")
+        cores = min(2, os.cpu_count() or 1)
+        config.option.numprocesses = cores if is_matrix else cores + 1
+        config.option.dist = "worksteal" if is_matrix else "loadfile"
         config.option.loadscopereorder = False  # which would leave the few long tests of tests/e2e to the end
