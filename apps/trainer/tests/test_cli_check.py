@@ -311,6 +311,13 @@ def test_async_rewards_need_an_engine_that_hands_samples_over(recipes):
         check_recipe(changed(recipe, {"reward.async": True}))
 
 
+def test_a_prompt_has_one_sample_where_the_batch_is_compared(recipes):
+    sections = {"sampling.samples_per_prompt": 1, "advantages.preset": "reinforce_pp"}
+    check_recipe(changed(recipes["worlds/arithmetic/grpo"], sections))
+    with pytest.raises(ConfigError, match="a group of one has no advantage"):
+        check_recipe(changed(recipes["worlds/arithmetic/grpo"], {**sections, "advantages.preset": "dr_grpo"}))
+
+
 def test_a_critic_needs_rewards_that_are_not_centred_on_their_group(recipes):
     recipe = recipes["worlds/shapes/ppo"]
     with pytest.raises(ConfigError, match="DiffusionPPO learns what reward to expect, but advantages are centred on"):

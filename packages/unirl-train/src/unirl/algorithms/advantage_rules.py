@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from unirl.algorithms.advantage_presets import with_preset
 from unirl.types.recipe import Messages, Part, Run
 
 
 def groups_have_several(own: Part, run: Run) -> Messages:
     """A sample that is compared with its group is not alone in it."""
-    if not own.ability("needs_groups") or own.node.get("center", "group") != "group":
+    if not own.ability("needs_groups") or with_preset(own).get("center", "group") != "group":
         return
     for view in run.views():
         algorithms = [part for policy in view.policies.values() for part in policy.algorithms.values()]
