@@ -10,12 +10,12 @@ import diffusers
 from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline
 from unirl.models.hunyuan_image.text import TEMPLATE, TEMPLATE_TOKENS
-from unirl.models.tiny.text import byt5
+from unirl.models.tiny.text import byt5, template_tokenizer
 
 from ..tiny import t5_tokenizer
-from ..tiny_text import qwen_vl
+from ..tiny_text import qwen_vl, text_tokenizer
 from .kit import Family, Published, Request, seeded, stock_call
-from .tiny_parts import load_lora_by_model, template_tokenizer
+from .tiny_parts import load_lora_by_model
 
 
 def tiny_vae() -> Any:
@@ -58,7 +58,7 @@ def tiny(**changes: Any) -> Any:
         vae=tiny_vae(),
         # Four layers, so that the hidden state that is read is neither the first nor the last.
         text_encoder=qwen_vl("qwen2_5_vl", num_hidden_layers=4, vocab_size=320),
-        tokenizer=template_tokenizer(TEMPLATE.partition("{}")[0], TEMPLATE_TOKENS),
+        tokenizer=template_tokenizer(TEMPLATE.partition("{}")[0], TEMPLATE_TOKENS, tokenizer=text_tokenizer()),
         text_encoder_2=byt5(),
         tokenizer_2=t5_tokenizer(),
         transformer=tiny_transformer(**changes),

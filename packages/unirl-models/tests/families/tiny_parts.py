@@ -1,32 +1,14 @@
 """Random text encoders, tokenizers and schedulers that several families share. Any: classes of both libraries."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import AddedToken
 from torch import Tensor
 
 from unirl.models.diffusers_pipeline.export import LORA_FILE
 from unirl.types.media import ImageLists, Primitive
-
-from ..tiny_text import text_tokenizer
-
-
-def template_tokenizer(prefix: str, num_tokens: int, marks: Sequence[str] = ()) -> Any:
-    """Bytes, marks, and one word that makes `prefix` as long in tokens as the real tokenizer makes it."""
-    tokenizer = text_tokenizer()
-    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
-
-    def count(text: str) -> int:
-        return len(tokenizer(text).input_ids)
-
-    cut = next(place for place in reversed(range(len(prefix))) if count(prefix[place:]) == num_tokens - 1)
-    tokenizer.add_tokens([AddedToken(prefix[:cut], normalized=False, special=True)])
-    assert count(prefix) == num_tokens
-    return tokenizer
 
 
 def load_lora_by_model(stock: Any, folder: Path) -> None:

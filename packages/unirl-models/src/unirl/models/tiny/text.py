@@ -5,6 +5,7 @@ Any stands for classes of transformers, which types them as unions with placehol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unirl.models.extras import from_extra
@@ -123,8 +124,14 @@ def chat_bytes() -> Any:
 def chat_tokenizer(system_prompt: str, num_tokens: int) -> Any:
     """The same, and one word for the beginning of a conversation under `system_prompt`, which has `num_tokens` with it:
     as many as the real tokenizer makes of it."""
-    tokenizer = chat_bytes()
-    prefix = f"<|im_start|>system\n{system_prompt}{_END}\n<|im_start|>user\n"
+    return template_tokenizer(f"<|im_start|>system\n{system_prompt}{_END}\n<|im_start|>user\n", num_tokens)
+
+
+def template_tokenizer(prefix: str, num_tokens: int, marks: Sequence[str] = (), tokenizer: Any = None) -> Any:
+    """`chat_bytes` or another tokenizer with marks, and with a word that makes `prefix` as long in tokens as the real
+    tokenizer makes it."""
+    tokenizer = chat_bytes() if tokenizer is None else tokenizer
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
     lengths = {place: len(tokenizer(prefix[place:]).input_ids) for place in range(len(prefix))}
     cut = max(place for place, length in lengths.items() if length == num_tokens - 1)
     tokenizer.add_tokens([AddedToken(prefix[:cut], normalized=False, special=True)])
