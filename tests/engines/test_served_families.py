@@ -1,5 +1,5 @@
 """Other families by real engines sample as the models that train: the shipped FLUX.2 Klein and Wan 2.1, random FLUX.1,
-Z-Image, Qwen-Image, HunyuanVideo 1.5 and Wan 2.2 of two layers."""
+Z-Image, Qwen-Image, HunyuanVideo, 1.5 and Wan 2.2 of two layers."""
 
 import dataclasses
 import importlib
@@ -11,6 +11,7 @@ import pytest
 import torch
 from served_engines import SERVED, marked, nightly
 from shapes_sd3 import direct, push, replay_gap, request
+from test_served_weights import RANK, adapter
 from tiny_pipelines import save_qwen_image
 
 import unirl.worlds.moves
@@ -19,19 +20,22 @@ from unirl.models.flux.bundle import FluxBundle, FluxFillBundle, FluxKontextBund
 from unirl.models.flux.pipeline import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
+from unirl.models.hunyuan_video.bundle import HunyuanVideoBundle
+from unirl.models.hunyuan_video.pipeline import HunyuanVideoPipeline
 from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, HunyuanVideo15ImageBundle
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15ImagePipeline, HunyuanVideo15Pipeline
 from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
 from unirl.models.qwen_image.bundle import QwenImageBundle
 from unirl.models.qwen_image.pipeline import QwenImagePipeline
-from unirl.models.tiny import flux1, hunyuan_video15, ltx2, wan, z_image
+from unirl.models.tiny import flux1, hunyuan_video, hunyuan_video15, ltx2, wan, z_image
 from unirl.models.wan.bundle import WanBundle, WanImageBundle
 from unirl.models.wan.pipeline import WanImagePipeline, WanPipeline
 from unirl.models.z_image.bundle import ZImageBundle
 from unirl.models.z_image.pipeline import ZImagePipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.schedule import SigmaSchedule
+from unirl.types.adapters import factor_pairs
 from unirl.types.media import Images, Texts, Videos
 from unirl.types.rollout import RolloutReq
 from unirl.types.weights import qualified
@@ -52,6 +56,7 @@ IMAGES = {"num_frames": 5}
 BY_INPUT = {"distilled_guidance_scale": 2.0}
 KONTEXT = {**LONGER, **BY_INPUT, "sampler_kwargs": {"keeps_reference_size": True}}
 SHORT = {"max_sequence_length": 6}
+FILM = {**LONGER, **BY_INPUT, "num_frames": 5, "width": 48}
 FIRST = {"num_frames": 5, "height": 32, "width": 64}
 FAMILIES: dict[str, Any] = {  # Any: classes of each
     "flux2_klein": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, {}),
@@ -63,6 +68,7 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     "wan_images": (None, wan.write_image_to_video, WanImageBundle, WanImagePipeline, IMAGES),
     "wan22_images": (None, wan.write_image_to_video_experts, WanImageBundle, WanImagePipeline, IMAGES),
     "wan_first_images": (None, wan.write_image_to_video_first_frame, WanImageBundle, WanImagePipeline, FIRST),
+    "hunyuan_video": (None, hunyuan_video.write, HunyuanVideoBundle, HunyuanVideoPipeline, FILM),
     "hunyuan_video15": (None, hunyuan_video15.write, HunyuanVideo15Bundle, HunyuanVideo15Pipeline, VIDEO),
     "flux2_klein_images": (unirl.worlds.shapes, "checkpoint_flux2", Flux2KleinBundle, Flux2KleinPipeline, SHORT),
     "flux_kontext_images": (None, flux1.write_kontext, FluxKontextBundle, FluxKontextPipeline, KONTEXT),
@@ -77,7 +83,8 @@ FAMILIES: dict[str, Any] = {  # Any: classes of each
     ),
 }
 """World and folder of a shipped checkpoint, or what writes a random one; classes; sampling."""
-BY_SGLANG = ("flux", "flux2_klein", "z_image", "qwen_image", "wan22", "wan_images", "wan22_images")
+BY_SGLANG = ("flux", "flux2_klein", "z_image", "qwen_image", "wan22", "wan_images", "wan22_images", "hunyuan_video")
+BY_VLLM_OMNI = tuple(name for name in FAMILIES if name not in ("qwen_image", "hunyuan_video"))
 
 
 def asked(pipeline: Any, name: str, **changes: Any) -> RolloutReq:
@@ -106,7 +113,7 @@ def pixels_of(media: Images | Videos) -> torch.Tensor:
         marked("sglang", "wan"),
         *(nightly(marked("sglang", name)) for name in BY_SGLANG),
         marked("vllm_omni", "qwen_image"),
-        *(nightly(marked("vllm_omni", name)) for name in FAMILIES if name != "qwen_image"),
+        *(nightly(marked("vllm_omni", name)) for name in BY_VLLM_OMNI),
     ],
 )
 def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
@@ -146,6 +153,30 @@ def test_a_family_samples_as_the_model_that_trains(engine_name, name, tmp_path):
             module.load_state_dict(weights[component])
         req = asked(pipeline, name, **changes)
         found = engine.generate(req).tracks["image"].segment.latents
+        assert float((found - direct(pipeline, req).latents).abs().max()) < TOLERANCE
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(("engine_name", "name"), [nightly(marked("sglang", "hunyuan_video"))])
+def test_an_adapter_of_some_layers_acts_as_its_merged_weights(engine_name, name, tmp_path):
+    """An adapter of some of the layers that SGLang joins, and of the text refiner."""
+    _, write, bundle, pipeline_class, changes = FAMILIES[name]
+    write(checkpoint := tmp_path / name)
+    pipeline: Any = pipeline_class(
+        bundle(str(checkpoint)), FlowSDEStrategy(), SigmaSchedule(convention="linear", shift=3.0)
+    )
+    engine = SERVED[engine_name].start(pipeline, checkpoint, max_lora_rank=RANK)
+    req = asked(pipeline, name, **changes)
+    try:
+        bucket, config = adapter(pipeline, 1, 0.1)
+        receipt = engine.load_adapter(bucket, config)
+        assert (receipt.num_tensors, receipt.num_bound) == (len(bucket.tensors), len(bucket.tensors) // 2)
+        found = engine.generate(req).tracks["image"].segment.latents
+        assert float((found - direct(pipeline, req).latents).abs().max()) > 0.01
+        with torch.no_grad():
+            for layer, (a, b) in factor_pairs(bucket.tensors).items():
+                pipeline.bundle.transformer.get_submodule(layer).weight += 2 * b @ a
         assert float((found - direct(pipeline, req).latents).abs().max()) < TOLERANCE
     finally:
         engine.shutdown()

@@ -89,6 +89,16 @@ def findings(name, *overrides):
             "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
         ),
         (
+            "hunyuan_video/t2v_grpo",
+            ["parts/engine=sglang_diffusion", "+engine.engine_args={sp_degree: 2}"],
+            "engine.engine_args sets ['sp_degree']. SGLang's HunyuanVideo samples another video where its tokens are",
+        ),
+        (
+            "hunyuan_video/i2v_nft",
+            ["parts/engine=sglang_diffusion", "+sync.canary_image_size=64"],
+            "does not serve HunyuanVideoImageBundle: SGLang 0.5.23 makes HunyuanVideo's videos of text alone (runtime/",
+        ),
+        (
             VLLM,
             [SGLANG, *REMOTE, "engine.engine_args=null"],
             "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",

@@ -150,6 +150,34 @@ def test_text_has_the_length_that_the_family_attends_to():
     assert short["prompt_embeds"].shape == (2, 7, 4) and not short["prompt_embeds"][:, 3:].any()
 
 
+def test_hunyuan_video_has_the_mask_of_its_texts():
+    fields = SERVED["HunyuanVideoPipeline"].inputs({"text": TEXT, "negative_text": ragged(1, 5, pooled=5)}, PARAMS)
+    assert fields["prompt_attention_mask"].tolist() == [[True, True, False], [True, True, True]]
+    assert fields["negative_attention_mask"].sum(dim=1).tolist() == [1, 5]
+    assert fields["negative_prompt_embeds"].shape == (2, 5, 4) and fields["neg_pooled_embeds"].shape == (2, 5)
+
+
+def test_an_adapter_has_factors_of_all_layers_that_sglang_joins():
+    shapes = {f"{layer}.weight": (3, 4) for layer in ("a.attn.to_q", "a.attn.to_v", "b.attn.to_q", "a.attn.to_out.0")}
+    shapes["b.proj_mlp.weight"] = (6, 4)
+    factors = {"lora_A.weight": torch.ones(2, 4), "lora_B.weight": torch.ones(3, 2)}
+    given = {
+        f"{layer}.{name}": factor
+        for layer in ("a.attn.to_q", "b.attn.to_q", "a.attn.to_out.0")
+        for name, factor in factors.items()
+    }
+    whole = SERVED["HunyuanVideoPipeline"].completed(given, shapes)
+    assert {name: whole[name] for name in given} == given
+    added = {name: (tuple(whole[name].shape), bool(whole[name].any())) for name in sorted(set(whole) - set(given))}
+    assert added == {
+        "a.attn.to_v.lora_A.weight": ((2, 4), False),
+        "a.attn.to_v.lora_B.weight": ((3, 2), False),
+        "b.proj_mlp.lora_A.weight": ((2, 4), False),
+        "b.proj_mlp.lora_B.weight": ((6, 2), False),
+    }
+    assert SD3.completed(given, shapes) == given
+
+
 def test_latents_that_are_tokens_come_back_in_the_trainers_layout():
     latents = torch.randn(2, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
     as_tokens = latents.flatten(3).transpose(2, 3)
@@ -183,11 +211,14 @@ def test_sd3_is_split_by_tensors_or_branches_alone():
     with pytest.raises(ConfigError, match=r"sets \['ulysses_degree'\]. SGLang's SD3 samples another image where its"):
         SD3.split(2, {"ulysses_degree": 2, "ring_degree": 1})
     assert SERVED["Flux2KleinPipeline"].split(2, {"sp_degree": 2}) == {}
+    with pytest.raises(ConfigError, match="SGLang's HunyuanVideo samples another video where its tokens are split"):
+        SERVED["HunyuanVideoPipeline"].split(2, {"sp_degree": 2})
 
 
-def ragged(*lengths):
+def ragged(*lengths, pooled=None):
     mask = torch.arange(90) < torch.tensor(lengths)[:, None]
-    return TextEmbedCondition(embeds=torch.ones(len(lengths), 90, 4), attention_mask=mask.long())
+    vectors = None if pooled is None else torch.ones(len(lengths), pooled)
+    return TextEmbedCondition(embeds=torch.ones(len(lengths), 90, 4), attention_mask=mask.long(), pooled=vectors)
 
 
 def test_texts_of_several_lengths_come_with_them():

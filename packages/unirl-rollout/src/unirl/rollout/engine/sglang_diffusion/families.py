@@ -15,6 +15,7 @@ from torch import Tensor
 from unirl.rollout.engine.served_latents.folder import served_class, transformers
 from unirl.rollout.engine.served_latents.tokens import from_tokens
 from unirl.rollout.engine.sglang_diffusion.rules import WITHOUT_TOKEN_SPLITS, token_splits
+from unirl.types.adapters import FACTOR_A, FACTOR_B, factor_pairs
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Modality
@@ -50,8 +51,10 @@ class Family:
     """Conditions besides texts that the model reads, as the trainer's pipeline has encoded them -> the field of
     SGLang's request."""
     splits_tokens: bool = True
-    """True if SGLang can split the tokens of a latent over devices. Its SD3 gives each part the positions of a whole
-    latent and silently samples another image."""
+    """True if SGLang can split the tokens of a latent over devices, see `rules.WITHOUT_TOKEN_SPLITS`."""
+    joined: tuple[tuple[str, ...], ...] = ()
+    """Layers of a block that SGLang joins into one, by the ends of their names, as far as a block has them. Its merge
+    takes the factors of all or of none (`_merge_lora_into_data` in its runtime/layers/lora/linear.py)."""
 
     def initial(self, latents: Tensor) -> Tensor:
         """Our initial latents [B, ...] in SGLang's layout."""
@@ -73,9 +76,24 @@ class Family:
         if self.splits_tokens or num_devices == 1:
             return {}
         if refused := token_splits(engine_args):
-            raise ConfigError(f"engine.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}")
+            raise ConfigError(f"engine.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS[self.model_id]}")
         degree = engine_args.get("cfg_parallel_degree") or (2 if engine_args.get("enable_cfg_parallel") else 1)
         return {"sp_degree": 1, "tp_size": num_devices // int(str(degree))}
+
+    def completed(self, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The factors of an adapter, and zeros for layers without any that SGLang joins with some that have them.
+
+        shapes: of the checkpoint's tensors.
+        """
+        whole = dict(factors)
+        for layer, (a, b) in factor_pairs(factors).items():
+            for group in self.joined:
+                block = next((layer.removesuffix(end) for end in group if layer.endswith(end)), None)
+                for name in [] if block is None else [block + end for end in group]:
+                    if f"{name}.weight" in shapes and name + FACTOR_A not in whole:
+                        whole[name + FACTOR_A] = torch.zeros_like(a)
+                        whole[name + FACTOR_B] = b.new_zeros(shapes[f"{name}.weight"][0], b.shape[1])
+        return whole
 
     def inputs(self, conditions: Conditions, params: DiffusionSamplingParams) -> dict[str, Tensor]:
         """Encoded prompts as fields of SGLang's request. Raises ContractError for unsupported conditions."""
@@ -133,6 +151,17 @@ def _pooled_and_fixed_text(text: TextEmbedCondition, prefix: str, params: Diffus
     }
 
 
+def _masked_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
+    """Texts of different lengths, which the model must tell from their padding, and pooled vectors."""
+    fields = _pooled_text(text, prefix, params)
+    length = int(_lengths(text).max())
+    mask = torch.arange(length) < _lengths(text)[:, None]
+    return fields | {
+        f"{prefix}prompt_embeds": text.embeds[:, :length],
+        "negative_attention_mask" if prefix else "prompt_attention_mask": mask,
+    }
+
+
 def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
     """Texts padded with zeros to the full length; the model attends to the padding."""
     length = 512 if params.max_sequence_length is None else params.max_sequence_length
@@ -159,6 +188,17 @@ SERVED: Mapping[str, Family] = {
         model_id_of_two="Wan2.2-T2V-A14B-Diffusers",
         loaded_as="WanPipeline",
         reads={ImageLatentCondition: "image_latent", ImageEmbedCondition: "image_embeds"},
+    ),
+    "HunyuanVideoPipeline": Family(
+        "HunyuanVideo",
+        _masked_text,
+        modality=Modality.VIDEO,
+        settings=frozenset({"distilled_guidance_scale"}),
+        splits_tokens=False,
+        joined=(
+            ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+            ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        ),
     ),
     "ZImagePipeline": Family("Z-Image", _ragged_text, frames_axis=2, unguided_scale=0.0),
 }

@@ -28,7 +28,14 @@ from unirl.rollout.engine.served_latents.call import (
     SampledLatents,
     SampleLatents,
 )
-from unirl.rollout.engine.served_latents.folder import INDEX_FILE, TRANSFORMER, boundary_of, linked, transformers
+from unirl.rollout.engine.served_latents.folder import (
+    INDEX_FILE,
+    TRANSFORMER,
+    boundary_of,
+    linked,
+    pushed_shapes,
+    transformers,
+)
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
@@ -57,7 +64,8 @@ class EngineHost(LatentsHost):
         options = dict(start.engine_args)
         # Engines that start at the same time on one host would all find SGLang's default ports free.
         ports = {"scheduler_port": free_port(), "master_port": free_port()}
-        loaded, loaded_as = self._folder, family_of(self._folder).loaded_as
+        self._family = family_of(self._folder)
+        loaded, loaded_as = self._folder, self._family.loaded_as
         if loaded_as is not None:
             loaded = linked(self._folder, Path(start.scratch_dir), INDEX_FILE, {"_class_name": loaded_as})
         self._generator = self._sgl.generator.from_pretrained(
@@ -73,7 +81,8 @@ class EngineHost(LatentsHost):
                 )
         self._is_adapter_proved = False
         """True once an adapter has changed the checksum of the weights."""
-        super().__init__(start, self._facts["dtype"])
+        self._shapes = pushed_shapes(self._folder)
+        super().__init__(start, self._facts["dtype"], self._shapes)
 
     def ready(self) -> Ready:
         """Facts about the engine for the trainer."""
@@ -184,7 +193,8 @@ class EngineHost(LatentsHost):
 
     def _act_with(self, adapter: SentAdapter) -> int:
         """Merge an adapter into the initial weights of the engine."""
-        tensors, config = adapter.tensors, adapter.config
+        config = adapter.config
+        tensors = self._family.completed(adapter.tensors, self._shapes)
         acts = any(bool(tensor.any()) for name, tensor in tensors.items() if ".lora_B." in name)
         proves = acts and not self._is_adapter_proved
         before = self._checksums() if proves else []
@@ -205,7 +215,7 @@ class EngineHost(LatentsHost):
         if any(old == new for old, new in zip(before, self._checksums() if proves else [], strict=True)):
             raise WeightSyncError(f"the adapter changed none of SGLang's weights on a rank, although it says: {said}")
         self._is_adapter_proved |= acts
-        return len(tensors) // 2
+        return len(adapter.tensors) // 2
 
     def _by_component(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The tensors of each transformer under its own names."""

@@ -15,15 +15,27 @@ from unirl.rollout.engine.served_latents.rules import (
 )
 from unirl.types.recipe import Machine, Messages, Part, Run
 
-WITHOUT_TOKEN_SPLITS = (
-    "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
-    "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
-)
+WITHOUT_TOKEN_SPLITS = {
+    "stable-diffusion-3.5-medium-diffusers": (
+        "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
+        "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
+    ),
+    "HunyuanVideo": (
+        "SGLang's HunyuanVideo samples another video where its tokens are split among devices that do not divide its "
+        "latent frames: shard_latents_for_sp leaves these whole (configs/pipeline_configs/base.py:646), and the "
+        "transformer takes them for a part (runtime/models/dits/hunyuanvideo.py:818). Take it out: engine.num_devices "
+        "splits HunyuanVideo by tensors, and {enable_cfg_parallel: true} by the branches of guidance."
+    ),
+}
+"""SGLang's name of a family whose tokens it must not split -> why, and what to do."""
+_WHOLE_LATENTS = {"SD3Bundle": "stable-diffusion-3.5-medium-diffusers", "HunyuanVideoBundle": "HunyuanVideo"}
 
 EDITS_ALONE = (
     "SGLang 0.5.23 edits one image per forward (`assert batch_size == 1` in its QwenImageEditPipelineConfig) and takes "
     "every image that it is given to have 1024 x 1024 pixels."
 )
+
+TEXTS_ALONE = "SGLang 0.5.23 makes HunyuanVideo's videos of text alone (runtime/pipelines/hunyuan_pipeline.py)."
 
 
 def token_splits(engine_args: Mapping[str, object]) -> list[str]:
@@ -35,9 +47,9 @@ def token_splits(engine_args: Mapping[str, object]) -> list[str]:
 def tokens_are_together(own: Part, run: Run) -> Messages:
     """The tokens of a latent are split only if SGLang's model supports it."""
     bundle, engine_args = run.policy.bundle, own.get("engine_args")
-    is_sd3 = "SD3Bundle" in bundle.class_names
-    if is_sd3 and isinstance(engine_args, Mapping) and (refused := token_splits(engine_args)):
-        yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS}"
+    for name in _WHOLE_LATENTS.keys() & bundle.class_names if isinstance(engine_args, Mapping) else ():
+        if refused := token_splits(engine_args):
+            yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS[_WHOLE_LATENTS[name]]}"
 
 
 FIRST_FRAMES = (
@@ -74,9 +86,17 @@ def _said(file: Path) -> dict[str, object]:
 MACHINE_RULES = (frames_are_served,)
 RULES = (
     family_is_served(
-        ("SD3Bundle", "FluxBundle", "Flux2KleinBundle", "QwenImageBundle", "WanBundle", "ZImageBundle"),
+        (
+            "SD3Bundle",
+            "FluxBundle",
+            "Flux2KleinBundle",
+            "QwenImageBundle",
+            "WanBundle",
+            "HunyuanVideoBundle",
+            "ZImageBundle",
+        ),
         without=("WanAnimateBundle",),
-        reasons={"QwenImageEditBundle": EDITS_ALONE},
+        reasons={"QwenImageEditBundle": EDITS_ALONE, "HunyuanVideoImageBundle": TEXTS_ALONE},
     ),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -37,10 +38,22 @@ own."""
 
 _ROOT = "sglang.multimodal_gen.runtime"
 _STAGES = f"{_ROOT}.pipelines_core.stages"
+_REGISTRY = "sglang.multimodal_gen.registry"
+_HUNYUAN_VIDEO = "HunyuanVideoPipeline"
 IMAGE_LATENT = "image_latent"
 """Field of a request with the latents of given frames and their mask."""
-_ENCODED = ("prompt_embeds", "negative_prompt_embeds", "pooled_embeds", "neg_pooled_embeds", "image_embeds")
+_ENCODED = (
+    "prompt_embeds",
+    "negative_prompt_embeds",
+    "pooled_embeds",
+    "neg_pooled_embeds",
+    "prompt_attention_mask",
+    "negative_attention_mask",
+    "image_embeds",
+)
 """Fields of a request that its encoded prompts are in. SGLang moves initial latents to its device, but these not."""
+_TEXT_REFINER = "txt_in"
+"""SGLang's name of HunyuanVideo's text refiner."""
 _LEVELS = 1000.0
 """Scale of a transformer's guidance and noise-level inputs: 1 is passed as 1000."""
 
@@ -57,6 +70,10 @@ def register() -> None:
         (f"{_ROOT}.pipelines.stable_diffusion_3.SD3ConditioningStage.forward", keep_given_text),
         (f"{_STAGES}.denoising.DenoisingStage._prepare_denoising_loop", keep_given_guidance),
         (f"{_STAGES}.decoding.DecodingStage.forward", leave_undecoded),
+        (f"{_ROOT}.models.dits.hunyuanvideo.HunyuanVideoTransformer3DModel.forward", read_texts_alone),
+        (f"{_ROOT}.layers.elementwise.MulAdd.forward_native", add_per_sample),
+        (f"{_REGISTRY}._discover_and_register_pipelines", with_adapters),
+        (f"{_ROOT}.pipelines_core.lora.pipeline.LoRAPipeline.convert_to_lora_layers", adapt_text_refiner),
         (f"{worker}.get_weights_checksum", describe),
         (f"{worker}.update_weights_from_disk", load_on_all),
         (f"{worker}.update_weights_from_tensor", load_on_all),
@@ -104,12 +121,55 @@ def keep_given_text(encode: Any, stage: Any, batch: Any, server_args: Any) -> An
 
 
 def keep_given_guidance(prepare: Any, stage: Any, batch: Any, server_args: Any) -> Any:
-    """Inputs shared by all steps, with the request's distilled guidance; SGLang would use that of its configuration."""
+    """Inputs shared by all steps, with the request's distilled guidance. SGLang would use that of its configuration, of
+    HunyuanVideo 6 instead of 6000 (`_build_guidance` in its runtime/pipelines_core/stages/denoising.py)."""
     context = prepare(stage, batch, server_args)
     scale = batch.extra.get(GIVEN, {}).get("distilled_guidance")
     if scale is not None and context.guidance is not None:
         context.guidance = context.guidance.new_full(context.guidance.shape, _LEVELS * scale)
     return context
+
+
+def read_texts_alone(forward: Any, transformer: Any, *args: Any, **inputs: Any) -> Tensor:
+    """Velocity of HunyuanVideo, which in SGLang ignores `encoder_attention_mask` and reads the padding of texts as text
+    (in runtime/models/dits/hunyuanvideo.py the mask ends in `**kwargs`): in their mean, in its text refiner and in the
+    attention of every block. So samples whose texts are equally long go together, without padding."""
+    batch = importlib.import_module(f"{_ROOT}.managers.forward_context").get_forward_context().forward_batch
+    if batch is None or GIVEN not in batch.extra:
+        return forward(transformer, *args, **inputs)
+    lengths = inputs["encoder_attention_mask"].sum(dim=1)
+    rows_of, parts = [], []
+    for length in lengths.unique().tolist():
+        rows = (lengths == length).nonzero().flatten()
+        own = {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        own["encoder_hidden_states"] = own["encoder_hidden_states"][:, :length]
+        rows_of.append(rows)
+        parts.append(forward(transformer, **own))
+    return torch.cat(parts)[torch.cat(rows_of).argsort()]
+
+
+def add_per_sample(add: Any, layer: Any, a: Tensor, b: Tensor, c: Tensor, k: int = 0) -> Tensor:
+    """a (k + b) + c of [B, L, D], where b [B, D] is a gate of each sample: HunyuanVideo gives it so, and SGLang's plain
+    MulAdd (on a CPU; its kernels do not) takes the samples of b for tokens."""
+    return add(layer, a, b.unsqueeze(1) if b.dim() == a.dim() - 1 else b, c, k)
+
+
+def with_adapters(discover: Any) -> None:
+    """Register SGLang's pipelines; that of HunyuanVideo, which takes no adapters (in its
+    runtime/pipelines/hunyuan_pipeline.py it is no LoRAPipeline), as one that does."""
+    discover()
+    registered = importlib.import_module(_REGISTRY)._PIPELINE_REGISTRY
+    adapted: Any = importlib.import_module(f"{_ROOT}.pipelines_core").LoRAPipeline
+    own = registered[_HUNYUAN_VIDEO]
+    if not issubclass(own, adapted):
+        registered[_HUNYUAN_VIDEO] = type(own.__name__, (adapted, own), {"__module__": own.__module__})
+
+
+def adapt_text_refiner(convert: Any, pipeline: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make layers ready for adapters, those of HunyuanVideo's text refiner too, which SGLang leaves out
+    (`exclude_lora_layers` in its configs/models/dits/hunyuanvideo.py) and then counts as unknown."""
+    pipeline.exclude_lora_layers = [name for name in pipeline.exclude_lora_layers if name != _TEXT_REFINER]
+    return convert(pipeline, *args, **kwargs)
 
 
 def leave_undecoded(decode: Any, stage: Any, batch: Any, server_args: Any) -> Any:
