@@ -192,6 +192,7 @@ NIGHTLY = (
     "z_image",
     "wan22",
     "wan22_ti2v",
+    "hunyuan_video",
     "hunyuan_video15_i2v",
 )
 """Models of which the engines of this process do nothing that they do not do of others."""

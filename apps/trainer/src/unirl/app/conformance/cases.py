@@ -17,7 +17,7 @@ from unirl.app.conformance.small_models import write_holes, write_qwen_image
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
-from unirl.models.tiny import flux1, hunyuan_video15, ltx2, wan, z_image
+from unirl.models.tiny import flux1, hunyuan_video, hunyuan_video15, ltx2, wan, z_image
 
 Recipe = dict[str, Any]  # Any: a recipe's values
 Kind = Literal["latents", "text"]
@@ -71,6 +71,7 @@ MODELS: Mapping[str, Model] = {
         shows_media=True,
         write=wan.write_image_to_video_first_frame,
     ),
+    "hunyuan_video": Model("latents", "hunyuan_video_small", "moves", write=hunyuan_video.write),
     "hunyuan_video15": Model("latents", "hunyuan_video15_small", "moves", write=hunyuan_video15.write),
     "hunyuan_video15_i2v": Model(
         "latents",

@@ -14,8 +14,8 @@ INTRODUCTION = """# Conformance: what every engine does with every model
 
 Written by `trainer conformance --output docs/reference/conformance.json`, which measures each cell on the small
 models that come with the trainer, in float32 on a CPU; qwen_image is the small Qwen-Image-Edit without images;
-flux1, flux1_kontext, flux1_fill, z_image, wan21_i2v, wan22, wan22_ti2v, hunyuan_video15, hunyuan_video15_i2v and ltx2
-have random weights.
+flux1, flux1_kontext, flux1_fill, z_image, wan21_i2v, wan22, wan22_ti2v, hunyuan_video, hunyuan_video15,
+hunyuan_video15_i2v and ltx2 have random weights.
 `trainer conformance --against docs/reference/conformance.json` ends with status 1 where a cell got worse: a claim that
 held and does not, or a number that grew tenfold.
 
