@@ -85,15 +85,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Spread the whole suite over processes, a file at a time; what is named on the command line runs in one.
+    """Spread the whole suite over two processes, a file at a time; what is named on the command line runs in one.
 
-    Tests wait a fifth of their time, for processes that start or are late: there is one process more than cores. Those
-    of the matrix compute, and most of them are in a few files, which are shared.
+    Most matrix tests are in a few files, which are shared by both. Three processes on two cores save no time: each
+    collects all tests anew.
     """
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        is_matrix = config.option.markexpr.startswith("matrix")
-        cores = min(2, os.cpu_count() or 1)
-        config.option.numprocesses = cores if is_matrix else cores + 1
-        config.option.dist = "worksteal" if is_matrix else "loadfile"
+        config.option.numprocesses = min(2, os.cpu_count() or 1)
+        config.option.dist = "loadfile" if not config.option.markexpr.startswith("matrix") else "worksteal"
         config.option.loadscopereorder = False  # which would leave the few long tests of tests/e2e to the end
