@@ -73,8 +73,9 @@ def names_of(case: str, names: list[str]) -> list[str]:
 
 MANY = ("ring2", "sp2-recomputed", "dp2-sp2", "hsdp2-sp2", "ring2-recomputed")
 """Cases that every family with tokens to spread takes besides the plain one, each minutes for all of them."""
-THOROUGH = {*FIRST, "hunyuan_video15", *SHARED_TEXTS}
-"""Families that take them in every run: those of each kind of attention. Others do nightly."""
+THOROUGH = {*FIRST, "hunyuan_video15", *SHARED_TEXTS} - {"qwen2", "qwen2_5_vl"}
+"""Families that take them in every run: those of each kind of attention. Others do nightly, as do the two whose layers
+are those of qwen3 and qwen3_vl with biases and without norms of queries and keys."""
 
 
 def needs_of(case: str) -> tuple[pytest.MarkDecorator, ...]:
