@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unirl.rollout.engine.served_latents.folder import served_class, transformers
 from unirl.rollout.engine.served_latents.tokens import from_tokens
-from unirl.rollout.engine.sglang_diffusion.rules import WITHOUT_TOKEN_SPLITS, token_splits
+from unirl.rollout.engine.sglang_diffusion.rules import HUNYUAN_VIDEO_IS_WHOLE, SD3_IS_WHOLE, token_splits
 from unirl.types.adapters import FACTOR_A, FACTOR_B, factor_pairs
 from unirl.types.conditions import Condition, ImageEmbedCondition, ImageLatentCondition, TextEmbedCondition
 from unirl.types.errors import ConfigError, ContractError
@@ -50,8 +50,8 @@ class Family:
     reads: Mapping[type[Condition], str] = field(default_factory=dict)
     """Conditions besides texts that the model reads, as the trainer's pipeline has encoded them -> the field of
     SGLang's request."""
-    splits_tokens: bool = True
-    """True if SGLang can split the tokens of a latent over devices, see `rules.WITHOUT_TOKEN_SPLITS`."""
+    is_whole: str | None = None
+    """Why SGLang must not split the tokens of a latent over devices, and what to do; None if it can."""
     joined: tuple[tuple[str, ...], ...] = ()
     """Layers of a block that SGLang joins into one, by the ends of their names, as far as a block has them. Its merge
     takes the factors of all or of none (`_merge_lora_into_data` in its runtime/layers/lora/linear.py)."""
@@ -73,10 +73,10 @@ class Family:
     def split(self, num_devices: int, engine_args: Mapping[str, object]) -> dict[str, int]:
         """SGLang options that split the transformer over an instance's devices, overridden by those of the recipe;
         empty if SGLang's default is right. Raises ConfigError for a split that the model does not support."""
-        if self.splits_tokens or num_devices == 1:
+        if self.is_whole is None or num_devices == 1:
             return {}
         if refused := token_splits(engine_args):
-            raise ConfigError(f"engine.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS[self.model_id]}")
+            raise ConfigError(f"engine.engine_args sets {refused}. {self.is_whole}")
         degree = engine_args.get("cfg_parallel_degree") or (2 if engine_args.get("enable_cfg_parallel") else 1)
         return {"sp_degree": 1, "tp_size": num_devices // int(str(degree))}
 
@@ -154,8 +154,9 @@ def _pooled_and_fixed_text(text: TextEmbedCondition, prefix: str, params: Diffus
 def _masked_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplingParams) -> dict[str, Tensor]:
     """Texts of different lengths, which the model must tell from their padding, and pooled vectors."""
     fields = _pooled_text(text, prefix, params)
-    length = int(_lengths(text).max())
-    mask = torch.arange(length) < _lengths(text)[:, None]
+    lengths = _lengths(text)
+    length = int(lengths.max())
+    mask = torch.arange(length) < lengths[:, None]
     return fields | {
         f"{prefix}prompt_embeds": text.embeds[:, :length],
         "negative_attention_mask" if prefix else "prompt_attention_mask": mask,
@@ -169,7 +170,7 @@ def _padded_text(text: TextEmbedCondition, prefix: str, params: DiffusionSamplin
 
 
 SERVED: Mapping[str, Family] = {
-    "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text, splits_tokens=False),
+    "StableDiffusion3Pipeline": Family("stable-diffusion-3.5-medium-diffusers", _pooled_text, is_whole=SD3_IS_WHOLE),
     "FluxPipeline": Family(
         "FLUX.1-dev", _pooled_and_fixed_text, token_side=2, settings=frozenset({"distilled_guidance_scale"})
     ),
@@ -194,7 +195,7 @@ SERVED: Mapping[str, Family] = {
         _masked_text,
         modality=Modality.VIDEO,
         settings=frozenset({"distilled_guidance_scale"}),
-        splits_tokens=False,
+        is_whole=HUNYUAN_VIDEO_IS_WHOLE,
         joined=(
             ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
             ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),

@@ -15,20 +15,16 @@ from unirl.rollout.engine.served_latents.rules import (
 )
 from unirl.types.recipe import Machine, Messages, Part, Run
 
-WITHOUT_TOKEN_SPLITS = {
-    "stable-diffusion-3.5-medium-diffusers": (
-        "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
-        "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
-    ),
-    "HunyuanVideo": (
-        "SGLang's HunyuanVideo samples another video where its tokens are split among devices that do not divide its "
-        "latent frames: shard_latents_for_sp leaves these whole (configs/pipeline_configs/base.py:646), and the "
-        "transformer takes them for a part (runtime/models/dits/hunyuanvideo.py:818). Take it out: engine.num_devices "
-        "splits HunyuanVideo by tensors, and {enable_cfg_parallel: true} by the branches of guidance."
-    ),
-}
-"""SGLang's name of a family whose tokens it must not split -> why, and what to do."""
-_WHOLE_LATENTS = {"SD3Bundle": "stable-diffusion-3.5-medium-diffusers", "HunyuanVideoBundle": "HunyuanVideo"}
+SD3_IS_WHOLE = (
+    "SGLang's SD3 samples another image where its tokens are split. Take it out: engine.num_devices splits SD3 by "
+    "tensors, and {enable_cfg_parallel: true} by the branches of guidance."
+)
+HUNYUAN_VIDEO_IS_WHOLE = (
+    "SGLang's HunyuanVideo samples another video where its tokens are split among devices that do not divide its "
+    "latent frames: shard_latents_for_sp leaves these whole (configs/pipeline_configs/base.py:646), and the "
+    "transformer takes them for a part (runtime/models/dits/hunyuanvideo.py:818). Take it out: engine.num_devices "
+    "splits HunyuanVideo by tensors, and {enable_cfg_parallel: true} by the branches of guidance."
+)
 
 EDITS_ALONE = (
     "SGLang 0.5.23 edits one image per forward (`assert batch_size == 1` in its QwenImageEditPipelineConfig) and takes "
@@ -47,9 +43,10 @@ def token_splits(engine_args: Mapping[str, object]) -> list[str]:
 def tokens_are_together(own: Part, run: Run) -> Messages:
     """The tokens of a latent are split only if SGLang's model supports it."""
     bundle, engine_args = run.policy.bundle, own.get("engine_args")
-    for name in _WHOLE_LATENTS.keys() & bundle.class_names if isinstance(engine_args, Mapping) else ():
-        if refused := token_splits(engine_args):
-            yield f"{own.at}.engine_args sets {refused}. {WITHOUT_TOKEN_SPLITS[_WHOLE_LATENTS[name]]}"
+    refused = token_splits(engine_args) if isinstance(engine_args, Mapping) else []
+    for name, reason in (("SD3Bundle", SD3_IS_WHOLE), ("HunyuanVideoBundle", HUNYUAN_VIDEO_IS_WHOLE)):
+        if refused and name in bundle.class_names:
+            yield f"{own.at}.engine_args sets {refused}. {reason}"
 
 
 FIRST_FRAMES = (
