@@ -28,8 +28,9 @@ class LatentsHost(WeightsHost):
 
     def __init__(self, start: Start, dtype: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self._scratch = Path(start.scratch_dir)
-        expected = pushed_shapes(Path(start.model)) if shapes is None else shapes
-        self._pushes = PushReceiver(expected, dtype, start.policy_version)
+        self._shapes = pushed_shapes(Path(start.model)) if shapes is None else shapes
+        """Tensor name -> shape of what a push brings."""
+        self._pushes = PushReceiver(self._shapes, dtype, start.policy_version)
         self._paths: list[str] = []
         self._sent: dict[str, str] = {}
         """Checksum of every tensor of the current push."""

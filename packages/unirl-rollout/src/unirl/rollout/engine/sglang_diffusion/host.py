@@ -28,14 +28,7 @@ from unirl.rollout.engine.served_latents.call import (
     SampledLatents,
     SampleLatents,
 )
-from unirl.rollout.engine.served_latents.folder import (
-    INDEX_FILE,
-    TRANSFORMER,
-    boundary_of,
-    linked,
-    pushed_shapes,
-    transformers,
-)
+from unirl.rollout.engine.served_latents.folder import INDEX_FILE, TRANSFORMER, boundary_of, linked, transformers
 from unirl.rollout.engine.served_latents.host import LatentsHost
 from unirl.rollout.engine.sglang_diffusion.families import family_of
 from unirl.rollout.engine.sglang_diffusion.messages import Ready
@@ -81,8 +74,7 @@ class EngineHost(LatentsHost):
                 )
         self._is_adapter_proved = False
         """True once an adapter has changed the checksum of the weights."""
-        self._shapes = pushed_shapes(self._folder)
-        super().__init__(start, self._facts["dtype"], self._shapes)
+        super().__init__(start, self._facts["dtype"])
 
     def ready(self) -> Ready:
         """Facts about the engine for the trainer."""
