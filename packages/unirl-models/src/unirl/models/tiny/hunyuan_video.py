@@ -8,7 +8,7 @@ from typing import Any
 from unirl.models.extras import from_extra
 from unirl.models.hunyuan_video.text import TEMPLATE, TEMPLATE_TOKENS
 from unirl.models.tiny.saving import save_random
-from unirl.models.tiny.text import clip_tokenizer, template_tokenizer
+from unirl.models.tiny.text import clip_config, clip_tokenizer, template_tokenizer
 
 with from_extra("diffusers"):
     import diffusers
@@ -31,20 +31,7 @@ def llama_config() -> Any:
 
 def clip_text_model() -> Any:
     """Two layers of width 8."""
-    return transformers.CLIPTextModel(
-        transformers.CLIPTextConfig(
-            vocab_size=300,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=77,
-            bos_token_id=256,
-            eos_token_id=257,
-            pad_token_id=257,
-            initializer_range=0.2,
-        )
-    )
+    return transformers.CLIPTextModel(clip_config(hidden_size=8, intermediate_size=16, initializer_range=0.2))
 
 
 def tiny_vae() -> Any:

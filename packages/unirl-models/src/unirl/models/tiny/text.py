@@ -62,21 +62,23 @@ def byt5() -> Any:
     )
 
 
-def clip_encoder() -> Any:
-    """Two layers of width 16."""
-    config = transformers.CLIPTextConfig(
+def clip_config(**sizes: Any) -> Any:
+    """Two layers for the tokens of `clip_tokenizer`. sizes: as transformers takes them."""
+    return transformers.CLIPTextConfig(
         vocab_size=300,
-        hidden_size=16,
-        intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
-        projection_dim=16,
         max_position_embeddings=77,
         bos_token_id=256,
         eos_token_id=257,
         pad_token_id=257,
-        hidden_act="gelu",
+        **sizes,
     )
+
+
+def clip_encoder() -> Any:
+    """Two layers of width 16."""
+    config = clip_config(hidden_size=16, intermediate_size=24, projection_dim=16, hidden_act="gelu")
     return transformers.CLIPTextModelWithProjection(config)
 
 
