@@ -1,7 +1,9 @@
 """How the whole suite is run."""
 
+import argparse
 import importlib
 import os
+import re
 import shutil
 import sys
 import zlib
@@ -78,8 +80,32 @@ def ray_of_two_cores(tmp_path_factory: pytest.TempPathFactory) -> Generator[Modu
         ray.shutdown()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file of minutes that would come late, and run alone, is begun first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        type=part,
+        help="the K-th of N parts of the tests, K from 0; parts of whole files with --dist loadfile, else of tests",
+    )
+
+
+def part(text: str) -> tuple[int, int]:
+    """K and N of `--part K/N`."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K below N, as 0/3")
+    return int(match[1]), int(match[2])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the part of `--part`, and begin the file of minutes first that would come late, and run alone."""
+    if config.option.part is not None:
+        k, n = config.option.part
+        whole_files = config.getoption("dist", "no") == "loadfile"
+        names = {item: item.nodeid.partition("::")[0] if whole_files else item.nodeid for item in items}
+        others = [item for item in items if zlib.crc32(names[item].encode()) % n != k]
+        items[:] = [item for item in items if zlib.crc32(names[item].encode()) % n == k]
+        config.hook.pytest_deselected(items=others)
     items.sort(key=lambda item: item.path.name != "test_rehearse.py")
 
 
