@@ -21,7 +21,7 @@ from unirl.datasets.catalog import command_for
 from unirl.types.device_kinds import CPU, KINDS, USUAL, kind_of
 from unirl.types.recipe import Machine
 
-WORLDS = ("shapes", "arithmetic", "moves", "tools", "zoom", "tabletop", "cartpole")
+WORLDS = ("shapes", "arithmetic", "moves", "sounds", "tools", "zoom", "tabletop", "cartpole")
 """Packages with a small model and their own data."""
 _UNCOUNTED = ("kfd", "dri")
 """Entries of /dev where a GPU may be that only its driver counts: of AMD, and of Intel and others."""
