@@ -110,6 +110,21 @@ def test_both_bodies_give_the_same_numbers_and_samples_may_ask_for_different_rew
     serving(test, rewards=[reward(), reward("q")])
 
 
+def test_sounds_get_the_same_numbers_in_both_bodies():
+    async def test(client, app, make):
+        waveforms = [np.array(each, np.float32) for each in ([0.5, -0.25], [0.125])]
+        samples = [
+            WireSample(id=str(i), kind="audio", media=each, sample_rate=8_000, source_sound=each, source_sample_rate=7)
+            for i, each in enumerate(waveforms)
+        ]
+        status, as_json, _ = await post(client, encode_json(samples, ["r"]))
+        assert status == 200 and [each["r"]["reward"] for each in as_json["results"]] == [0.125, 0.125]
+        _, as_binary, _ = await post(client, b"".join(encode_binary(samples, ["r"])), BINARY)
+        assert as_binary == as_json and len(make.made[0].batches) >= 2
+
+    serving(test)
+
+
 def test_a_sample_that_fails_has_a_reason_without_folders_and_no_number():
     async def test(client, app, make):
         texts = [WireSample(id=p, kind="text", media="abc", prompt=p) for p in ("explode", "fine")]

@@ -78,7 +78,8 @@ def test_layers_for_lora_that_a_folder_does_not_have_are_refused(tmp_path):
 def test_sound_is_not_sent_as_json(recipe, transport, is_refused):
     far = f"{{_target_: unirl.reward.remote.RemoteRewardBackend, required_rewards: [clap], transport: {transport}}}"
     found = recipe_findings(recipe, f"+reward.scorers.far={far}")
-    said = [each for each in found if "far.transport = json carries no sound, which videos of LTX2Bundle have" in each]
+    message = "far.transport = json carries no sound of a video, which LTX2Bundle makes"
+    said = [each for each in found if message in each]
     assert bool(said) == is_refused, found
 
 

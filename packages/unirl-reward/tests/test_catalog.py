@@ -133,7 +133,7 @@ def test_the_catalogue_is_read_without_torch():
 
 def test_inputs_and_scale_in_words():
     assert CATALOG["pickscore"].inputs == "image + prompt"
-    assert CATALOG["function"].inputs == "image or video or text"
+    assert CATALOG["function"].inputs == "image or video or text or audio"
     assert CATALOG["image_reward"].scale == "standard deviations, -2.3 to 2; normalise: (x + 2) / 4, off by default"
     assert CATALOG["shapes_gradient"].scale == "[0, 1]"
 

@@ -85,6 +85,16 @@ def test_a_score_is_the_cosine_of_transformers(clap_folder):
     assert scorer.score(request_of(sounds, prompts, metadata=told)).rewards[0] != found[0]
 
 
+def test_a_sound_alone_has_the_score_of_the_same_sound_in_a_video(clap_folder):
+    scorer = CLAPScorer(model=clap_folder)
+    sounds, prompts = waveforms(0.5, 1.0), ["rain on a roof", "a dog barks"]
+    request = request_of(sounds, prompts)
+    alone = request.replace(generated={"audio": Audios.pack(waveform=sounds, sample_rate=RATE)})
+    assert torch.equal(scorer.score(alone).rewards, scorer.score(request).rewards)
+    unrated = request.replace(generated={"audio": Audios.pack(waveform=sounds)})
+    assert "it has no sound, or none of a known rate" in str(scorer.score_isolated(unrated, "sample").errors[0])
+
+
 def test_longer_sounds_are_judged_in_windows_whatever_the_random_state(clap_folder):
     scorer, [sound] = CLAPScorer(model=clap_folder), waveforms(2.5)
     np.random.seed(0)

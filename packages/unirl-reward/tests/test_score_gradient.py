@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_an_error_that_names_the_sample():
     with pytest.raises(RewardError, match="scorer bright has no finite reward for 1 sample .s2: its value is nan"):
         Brightness().score_with_gradient(request_of(white))
     white[3, 0, 0, 0] = torch.inf
-    with pytest.raises(RewardError, match="s3: its generated media holds non-finite pixels"):
+    with pytest.raises(RewardError, match="s3: its generated media holds non-finite numbers"):
         Brightness().score_with_gradient(request_of(white))
 
 

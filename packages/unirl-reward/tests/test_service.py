@@ -351,7 +351,7 @@ def test_a_wrong_shape_or_a_bug_is_raised_under_every_policy(make_request, polic
 def test_non_finite_pixels_fail_their_sample_and_are_not_scored(make_request):
     request = make_request()
     request.pixels[2, 0, 0, 0] = math.nan
-    with pytest.raises(RewardError, match="s2: its generated media holds non-finite pixels"):
+    with pytest.raises(RewardError, match="s2: its generated media holds non-finite numbers"):
         RewardService([RowScorer()]).score(request)
     scorer = RowScorer()
     scored = RewardService([scorer], on_failure="drop_group").score(request)

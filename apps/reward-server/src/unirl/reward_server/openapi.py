@@ -27,8 +27,8 @@ def document(settings: ServerSettings, *, needs_token: bool) -> dict[str, Any]: 
         "info": {
             "title": "UniRL reward server",
             "version": "0.1.0",
-            "description": "Scores generated images, videos and texts. A sample that cannot be scored has a reason in "
-            "`errors` and no number in `results`; the others are scored.",
+            "description": "Scores generated images, videos, sounds and texts. A sample that cannot be scored has a "
+            "reason in `errors` and no number in `results`; the others are scored.",
         },
         "paths": {
             "/score": {"post": _score(settings, needs_token)},
@@ -90,8 +90,9 @@ def _request_schema(settings: ServerSettings) -> dict[str, Any]:  # Any: JSON va
     text = {"type": ["string", "null"], "maxLength": settings.max_text_chars}
     turn = {
         "type": "object",
-        "description": "The last turn has exactly one of image_b64, video_b64, video_path and completion; the turn "
-        "before it, the input image of an edit, has image_b64.",
+        "description": "The last turn has exactly one of image_b64, video_b64, video_path, audio_b64 and completion; "
+        "of the turns before it one may have image_b64, the input image of an edit, and one audio_b64, the sound of "
+        "the prompt.",
         "properties": {
             "text": text,
             "image_b64": base64 | {"description": f"PNG, JPEG or WebP of at most {settings.max_image_pixels} pixels"},
@@ -101,12 +102,14 @@ def _request_schema(settings: ServerSettings) -> dict[str, Any]:  # Any: JSON va
                 f"{settings.max_video_frames} frames"
             },
             "video_path": text | {"description": "a file below server.video_roots"},
+            "audio_b64": base64
+            | {"description": f"WAV, or another sound with PyAV; at most {settings.max_sound_s:g} s"},
             "completion": text | {"description": "a generated text"},
             "fps": {"type": ["number", "null"], "exclusiveMinimum": 0, "exclusiveMaximum": 1e6},
         },
     }
     sample = {
-        "history": {"type": "array", "items": turn, "minItems": 1, "maxItems": 2},
+        "history": {"type": "array", "items": turn, "minItems": 1, "maxItems": 3},
         "required_rewards": {"type": "array", "items": _TEXT, "minItems": 1},
         "metadata": {"type": ["object", "null"]},
         "id": text,
@@ -126,7 +129,8 @@ def _score(settings: ServerSettings, needs_token: bool) -> dict[str, Any]:  # An
         "type": "string",
         "format": "binary",
         "description": "One safetensors file: media.<i> and source.<i> as U8 or F32 [H, W, 3] or [T, H, W, 3], "
-        f"sound.<i> of a video as F32 [L] or [L, C], at most {settings.max_sound_s:g} s, and "
+        "sound.<i> (of a video, or the sample itself) and source_sound.<i> (of the prompt) as F32 [L] or [L, C], at "
+        f"most {settings.max_sound_s:g} s, and "
         "metadata unirl_score with the rest as JSON (unirl.reward.wire.binary_body).",
     }
     return _secured(needs_token) | {

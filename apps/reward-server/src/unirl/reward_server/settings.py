@@ -59,7 +59,7 @@ class ServerSettings:
     max_video_bytes: int = 256 * 1024**2
     """One video when decoded: some hundred bytes of a file can become that much."""
     max_sound_s: float = 600.0
-    """Seconds of the sound of one video."""
+    """Seconds of one sound, of a video, a prompt or alone."""
     max_text_chars: int = 1_000_000
     video_roots: list[str] = field(default_factory=list)
     """Folders below which `video_path` may point, links resolved. None: the field is refused."""

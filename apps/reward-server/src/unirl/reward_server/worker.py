@@ -131,6 +131,7 @@ class Judge:
                 "image": Images(pixels=torch.full((1, 3, 64, 64), 0.5)),
                 "video": Videos.pack(frames=[torch.full((8, 3, 64, 64), 0.5)], fps=8.0, audio=silence),
                 "text": Texts(texts=["0"]),
+                "audio": silence,
             }[kind]
             request = RewardRequest(
                 sample_ids=["warm-up"],

@@ -21,7 +21,7 @@ from unirl.reward.compose import composed
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache
 from unirl.types.errors import ConfigError, ContractError, RewardError
-from unirl.types.media import Images, Videos
+from unirl.types.media import Audios, Images, Videos
 from unirl.types.reward import RewardRequest, RewardResponse
 
 Isolation = Literal["none", "batch", "sample"]
@@ -32,6 +32,7 @@ SAMPLE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError
 """What a scorer may raise because of its samples or its machine. TypeError, NameError, ImportError and the like are
 bugs of the code and are never isolated, nor are ConfigError and ContractError."""
 
+_NON_FINITE = "its generated media holds non-finite numbers"
 _MAX_NAMED = 4
 """Failed samples that a message names; it counts the rest."""
 
@@ -166,7 +167,7 @@ class LocalScorer(ABC):
         values = {key: torch.full((num_samples,), torch.nan) for key in self._keys()}
         errors: list[str | None] = [None] * num_samples
         for row in _non_finite_media(request):
-            errors[row] = "its generated media holds non-finite pixels"
+            errors[row] = _NON_FINITE
         self._raise_if(errors, request.sample_ids, isolation)
         for start in range(0, num_samples, self.batch_size):
             # A batch keeps its place when a sample before it fails, so that no value depends on other batches.
@@ -191,9 +192,7 @@ class LocalScorer(ABC):
         and while offloaded.
         """
         self._check_ready(request)
-        bad = {
-            request.sample_ids[row]: "its generated media holds non-finite pixels" for row in _non_finite_media(request)
-        }
+        bad = {request.sample_ids[row]: _NON_FINITE for row in _non_finite_media(request)}
         if bad:
             raise RewardError(describe_failures(self.name, bad))
         rows = list(range(len(request.sample_ids)))
@@ -330,17 +329,22 @@ def _listed(ids: list[str]) -> str:
 
 
 def device_of(request: RewardRequest) -> torch.device:
-    """Where the generated images or videos live; the CPU where there are none."""
+    """Where the generated images, videos or sounds live; the CPU where there are none."""
     for media in request.generated.values():
+        if isinstance(media, Audios):
+            return media.waveform.device
         if isinstance(media, (Images, Videos)):
             return (media.pixels if isinstance(media, Images) else media.frames).device
     return torch.device("cpu")
 
 
 def _non_finite_media(request: RewardRequest) -> list[int]:
-    """Rows whose generated pixels hold NaN or infinity, which conversion to bytes would hide."""
+    """Rows whose generated pixels hold NaN or infinity, which conversion to bytes would hide, or whose sound does."""
     rows: set[int] = set()
     for media in request.generated.values():
+        if isinstance(media, Audios):
+            waveforms = enumerate(media.unpack("waveform"))
+            rows.update(row for row, waveform in waveforms if not waveform.isfinite().all())
         if isinstance(media, (Images, Videos)):
             pixels = list(media.pixels) if isinstance(media, Images) else media.unpack("frames")
             if not all(each.is_floating_point() for each in pixels):

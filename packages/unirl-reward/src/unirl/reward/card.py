@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-Medium = Literal["image", "video", "text"]
+Medium = Literal["image", "video", "text", "audio"]
 
 
 @dataclass(frozen=True)

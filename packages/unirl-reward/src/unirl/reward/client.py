@@ -41,8 +41,8 @@ class RewardClient:
     base_url: "http://host:8080", or a list of such; each request goes to the least busy server. A user and a password
     ("http://user:password@host") are sent and never shown: `urls` has none.
     token, token_file: what the servers want as bearer; the first line of the file.
-    transport: `binary` sends pixels and the sounds of videos as they are, `json` as base64 PNG, which needs pixels that
-    are bytes and has no sounds.
+    transport: `binary` sends pixels and sounds as they are, `json` as base64 PNG and WAV, which needs pixels that are
+    bytes, sounds with a rate, and videos without sound.
     pixels: `lossless` sends float32 where bytes would round, `uint8` rounds as a PNG would.
     batch_size: samples of one HTTP request. max_concurrency: requests under way at a time, over all calls.
     timeout_s, max_retries, retry_delay_s, deadline_s: see `unirl.reward.endpoints.RetryPolicy`.

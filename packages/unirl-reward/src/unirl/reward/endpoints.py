@@ -251,7 +251,7 @@ def _advice(status: int) -> str:
     if status in (415, 422):
         return (
             " If it does not speak this version's binary body, set transport: json, or install the same version there. "
-            "JSON carries no sound."
+            "JSON carries no sound of videos."
         )
     if status == 404 or 300 <= status < 400:
         return " Is base_url that of a reward server?"

@@ -16,8 +16,9 @@ from unirl.reward.base import SAMPLE_ERRORS, LocalScorer, raised_at
 from unirl.reward.card import ScorerCard
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
-from unirl.types.media import Images, Texts, Videos
+from unirl.types.media import Audios, Images, Texts, Videos
 from unirl.types.reward import RewardRequest
+from unirl.types.samples import Sound
 
 RewardFunction = Callable[..., Any]
 """f(images, prompts, metadata, **kwargs) -> one number per sample (list, array or tensor [b]), or a dict of these."""
@@ -27,7 +28,8 @@ class FunctionRewardScorer(LocalScorer):
     """Calls `function(images, prompts, metadata, **kwargs)` on every batch.
 
     function: a callable, or its dotted path, "my_package.rewards.brightness".
-    images: tensor [b, C, H, W] in [0, 1]; for videos a list of [T, C, H, W], for texts a list of str.
+    images: tensor [b, C, H, W] in [0, 1]; for videos a list of [T, C, H, W], for texts a list of str, for sounds a list
+    of `unirl.types.samples.Sound`, which has `waveform` ([L] or [L, C]) and `rate`.
     prompts: list of str. metadata: list of dict, the sample's row of the data file (empty where there is none).
     The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
     reward. None or a non-finite number says that a sample could not be scored.
@@ -38,7 +40,7 @@ class FunctionRewardScorer(LocalScorer):
     card = ScorerCard(
         name="function",
         summary="a Python function of your own",
-        media=("image", "video", "text"),
+        media=("image", "video", "text", "audio"),
         typical="as the function gives",
         source="yours",
     )
@@ -149,7 +151,7 @@ def _name_of(function: RewardFunction) -> str:
     return function.__name__ if isinstance(function, FunctionType) else type(function).__name__
 
 
-def _media(request: RewardRequest) -> Tensor | list[Tensor] | list[str]:
+def _media(request: RewardRequest) -> Tensor | list[Tensor] | list[str] | list[Sound]:
     if len(request.generated) != 1:
         raise ContractError(f"a reward function takes one generated medium; the request has {list(request.generated)}")
     media = next(iter(request.generated.values()))
@@ -159,4 +161,6 @@ def _media(request: RewardRequest) -> Tensor | list[Tensor] | list[str]:
         return media.unpack("frames")
     if isinstance(media, Texts):
         return media.texts
-    raise ContractError(f"a reward function takes images, videos or texts, not {type(media).__name__}")
+    if isinstance(media, Audios):
+        return [Sound(waveform, media.sample_rate) for waveform in media.unpack("waveform")]
+    raise ContractError(f"a reward function takes images, videos, texts or sounds, not {type(media).__name__}")

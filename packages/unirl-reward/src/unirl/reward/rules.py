@@ -43,7 +43,7 @@ def sounds_are_sent(own: Part, run: Run) -> Messages:
     for name, scorer in own.inside("scorers").items():
         if scorer.name == "RemoteRewardBackend" and scorer.get("transport") == "json":
             yield (
-                f"{own.at}.scorers.{name}.transport = json carries no sound, which videos of {makers[0]} have. Set "
+                f"{own.at}.scorers.{name}.transport = json carries no sound of a video, which {makers[0]} makes. Set "
                 "transport: binary."
             )
 

@@ -28,9 +28,9 @@ class RewardRequest(Batch):
     sample_ids: list[str] = per_sample(default_factory=list)
     group_ids: list[str] = per_sample(default_factory=list)
     primitives: dict[str, Primitive] = per_sample(default_factory=dict)
-    """What the model was given: "text", "image", ..."""
+    """What the model was given: "text", "image", "audio", ..."""
     generated: dict[str, Primitive] = per_sample(default_factory=dict)
-    """What it made: "image", "video" or "text"; nothing where the engine decodes nothing."""
+    """What it made: "image", "video", "audio" or "text"; nothing where the engine decodes nothing."""
     latents: Tensor | None = per_sample(default=None)
     """[B, ...] clean latents of a denoised sample."""
     metadata: list[dict[str, Any] | None] = per_sample(default_factory=list)  # Any: rows of a user's data file
@@ -62,6 +62,17 @@ class RewardRequest(Batch):
         raise ConfigError(
             f"scorers ask for the images that samples were given; the request has the inputs "
             f"{sorted(self.primitives)}. Give the data rows per image."
+        )
+
+    @property
+    def source_sounds(self) -> Audios:
+        """The sound that each sample was given, empty for one without. Raises ConfigError if the request has none."""
+        sounds = self.primitives.get("audio")
+        if isinstance(sounds, Audios):
+            return sounds
+        raise ConfigError(
+            f"scorers ask for the sounds that samples were given; the request has the inputs "
+            f"{sorted(self.primitives)}. Give the data rows `audio`."
         )
 
     @property

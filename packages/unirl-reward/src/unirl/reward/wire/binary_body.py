@@ -1,11 +1,13 @@
 """The binary body of POST /score: one safetensors file, so any safetensors library can write or read it.
 
 Tensors: `media.<i>` of sample i, image [H, W, 3] or video [T, H, W, 3], U8 or F32 in [0, 1]; `source.<i>` [H, W, 3];
-`sound.<i>` of a video, [L] or [L, C], F32. A generated text stands in the header. Metadata: one entry `unirl_score`, a
-JSON text
-    {"version": 1, or 2 where there is a sound, "rewards": [name, ...] or [[name, ...] for every sample],
-     "samples": [{"id", "kind", "prompt"?, "completion"?, "group_id"?, "fps"?, "sound_rate"?, "metadata"?}]}
-Readers of version 1 refuse version 2, so that none scores a video without its sound. Pixels and sounds are neither
+`sound.<i>` of a video, or that sample i is, [L] or [L, C], F32; `source_sound.<i>` of its prompt. A generated text
+stands in the header. Metadata: one entry `unirl_score`, a JSON text
+    {"version": 1, 2 or 3, "rewards": [name, ...] or [[name, ...] for every sample],
+     "samples": [{"id", "kind": image, video, text or audio, "prompt"?, "completion"?, "group_id"?, "fps"?,
+                  "sound_rate"?, "source_sound_rate"?, "metadata"?}]}
+Version 2 has sounds of videos, version 3 also sounds alone and of prompts; a body has the lowest that says it. Readers
+refuse higher ones, so that none scores a sample without its sound. Pixels and sounds are neither
 compressed nor copied into text: the lossless codecs for sound hold integers and would round floats, and a second of it
 is smaller than a frame. Reading makes views of the body.
 """
@@ -22,11 +24,11 @@ import numpy as np
 from unirl.reward.wire.json_body import checked_fps, checked_rewards, checked_text, parsed_json
 from unirl.reward.wire.media import Budget, check_size, check_sound
 from unirl.reward.wire.samples import Limits, SchemaError, ScoreCall, WireSample
+from unirl.reward.wire.wav import MAX_SOUND_RATE
 from unirl.types.errors import DataError
 
 BINARY_TYPE = "application/vnd.unirl.score+safetensors"
-VERSION = 2
-MAX_SOUND_RATE = 10**6
+VERSION = 3
 
 _KEY = "unirl_score"
 _DTYPES = {"U8": np.dtype("uint8"), "F32": np.dtype("<f4")}
@@ -42,7 +44,7 @@ def encode_binary(samples: Sequence[WireSample], rewards: Sequence[str] | Sequen
     parts: list[memoryview] = []
     offset = 0
     for i, sample in enumerate(samples):
-        for name, array in (("media", sample.media), ("source", sample.source), ("sound", sample.sound)):
+        for name, array in _named_arrays(sample).items():
             if isinstance(array, np.ndarray):
                 end = offset + array.nbytes
                 code = "U8" if array.dtype == np.uint8 else "F32"
@@ -51,11 +53,27 @@ def encode_binary(samples: Sequence[WireSample], rewards: Sequence[str] | Sequen
                 parts.append(np.ascontiguousarray(array, dtype=_DTYPES[code]).reshape(-1).view(np.uint8).data)
                 offset = end
     names = [name if isinstance(name, str) else list(name) for name in rewards]
-    version = 1 if all(sample.sound is None for sample in samples) else VERSION
-    content = {"version": version, "rewards": names, "samples": [_entry(sample) for sample in samples]}
+    content = {
+        "version": max(map(_version, samples), default=1),
+        "rewards": names,
+        "samples": [_entry(sample) for sample in samples],
+    }
     header = json.dumps({"__metadata__": {_KEY: json.dumps(content)}, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     return [memoryview(len(header).to_bytes(8, "little") + header), *parts]
+
+
+def _named_arrays(sample: WireSample) -> dict[str, np.ndarray | str | None]:
+    """The tensors of a sample, by the name before its index."""
+    made = {"sound": sample.media} if sample.kind == "audio" else {"media": sample.media, "sound": sample.sound}
+    return {**made, "source": sample.source, "source_sound": sample.source_sound}
+
+
+def _version(sample: WireSample) -> int:
+    """The first version of this body that holds such a sample."""
+    if sample.kind == "audio" or sample.source_sound is not None:
+        return VERSION
+    return 1 if sample.sound is None else 2
 
 
 def decode_binary(body: bytes | memoryview, limits: Limits) -> ScoreCall:
@@ -95,6 +113,7 @@ def _entry(sample: WireSample) -> dict[str, Any]:  # Any: JSON values
         "group_id": sample.group_id,
         "fps": sample.fps,
         "sound_rate": sample.sample_rate,
+        "source_sound_rate": sample.source_sample_rate,
         "metadata": sample.metadata,
     }
     return {"id": sample.id, "kind": sample.kind} | {key: v for key, v in optional.items() if v is not None}
@@ -138,7 +157,7 @@ def _checked(name: str, entry: Any) -> tuple[str, np.dtype, list[int], int, int]
 
 
 def _is_sound(name: str) -> bool:
-    return name.startswith("sound.")
+    return name.startswith(("sound.", "source_sound."))
 
 
 def _are_sizes(value: Any) -> bool:  # Any: JSON values
@@ -148,21 +167,24 @@ def _are_sizes(value: Any) -> bool:  # Any: JSON values
 def _sample(entry: dict[str, Any], index: int, arrays: dict[str, np.ndarray], limits: Limits) -> WireSample:
     where = f"{_KEY}.samples[{index}]"
     kind = entry.get("kind")
-    if kind not in ("image", "video", "text"):
-        raise SchemaError(f"{where}.kind must be image, video or text, got {str(kind)[:40]}")
-    media = (
-        checked_text(entry.get("completion"), f"{where}.completion", limits)
-        if kind == "text"
-        else arrays.pop(f"media.{index}", None)
-    )
+    if kind not in ("image", "video", "text", "audio"):
+        raise SchemaError(f"{where}.kind must be image, video, text or audio, got {str(kind)[:40]}")
+    sound, rate = _sound(entry, index, arrays, limits)
+    source_sound, source_rate = _sound(entry, index, arrays, limits, "source_sound")
+    if sound is not None and kind not in ("video", "audio"):
+        raise SchemaError(f"sound.{index} belongs to a sample of kind {kind}; videos and audio alone have sounds")
+    if kind == "text":
+        media = checked_text(entry.get("completion"), f"{where}.completion", limits)
+    else:
+        media = sound if kind == "audio" else arrays.pop(f"media.{index}", None)
     source = arrays.pop(f"source.{index}", None)
     if media is None:
-        raise SchemaError(f"{where} has no {'completion' if kind == 'text' else f'tensor media.{index}'}")
-    if isinstance(media, np.ndarray) and media.ndim != (4 if kind == "video" else 3):
+        lacked = {"text": "completion", "audio": f"tensor sound.{index}"}.get(kind, f"tensor media.{index}")
+        raise SchemaError(f"{where} has no {lacked}")
+    if isinstance(media, np.ndarray) and kind != "audio" and media.ndim != (4 if kind == "video" else 3):
         raise SchemaError(f"media.{index} of kind {kind} has shape {media.shape}")
     if source is not None and source.ndim != 3:
         raise SchemaError(f"source.{index} must have shape [H, W, 3], got {source.shape}")
-    sound, rate = _sound(entry, index, arrays, limits)
     metadata = entry.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise SchemaError(f"{where}.metadata must be an object")
@@ -175,8 +197,10 @@ def _sample(entry: dict[str, Any], index: int, arrays: dict[str, np.ndarray], li
         source=source,
         group_id=checked_text(entry.get("group_id"), f"{where}.group_id", limits),
         fps=checked_fps(entry.get("fps"), f"{where}.fps"),
-        sound=sound,
+        sound=sound if kind == "video" else None,
         sample_rate=rate,
+        source_sound=source_sound,
+        source_sample_rate=source_rate,
         metadata=metadata,
     )
 
@@ -186,19 +210,18 @@ def _sound(
     index: int,
     arrays: dict[str, np.ndarray],
     limits: Limits,
+    name: str = "sound",
 ) -> tuple[np.ndarray | None, int | None]:
-    """The sound of a video and its samples per second, where either is known."""
+    """A sound of a sample and its samples per second, where either is known."""
     where = f"{_KEY}.samples[{index}]"
-    sound, rate = arrays.pop(f"sound.{index}", None), entry.get("sound_rate")
+    sound, rate = arrays.pop(f"{name}.{index}", None), entry.get(f"{name}_rate")
     if sound is None and rate is not None:
-        raise SchemaError(f"{where} has a sound_rate and no tensor sound.{index}")
-    if sound is not None and entry.get("kind") != "video":
-        raise SchemaError(f"sound.{index} belongs to a sample of kind {entry.get('kind')}; videos alone have sounds")
+        raise SchemaError(f"{where} has a {name}_rate and no tensor {name}.{index}")
     if rate is None or sound is None:
         return sound, None
     if type(rate) is not int or not 1 <= rate <= MAX_SOUND_RATE:
-        raise SchemaError(f"{where}.sound_rate must be a whole number of 1 to {MAX_SOUND_RATE} samples per second")
-    check_sound(len(sound), rate, f"sound.{index}", limits)
+        raise SchemaError(f"{where}.{name}_rate must be a whole number of 1 to {MAX_SOUND_RATE} samples per second")
+    check_sound(len(sound), rate, f"{name}.{index}", limits)
     return sound, rate
 
 

@@ -4,7 +4,9 @@
                    "required_rewards": [name, ...], "metadata"?: {...}}]}
 
 The last turn holds what was generated; an earlier one holds the input image of an edit. Beyond that a turn may have
-`completion`, a generated text, and `fps`, and a request `id` and `group_id`. The sound of a video is that of its file.
+`completion`, a generated text, `audio_b64`, a sound, and `fps`, and a request `id` and `group_id`. The sound of a video
+is that of its file. An earlier turn may also hold the sound of the prompt; image and sound have a turn each, so that a
+server from before sounds refuses them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,17 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from unirl.reward.wire.media import Budget, animated_png, decoded_base64, decoded_image, decoded_video, png
+from unirl.reward.wire.media import (
+    Budget,
+    animated_png,
+    decoded_base64,
+    decoded_image,
+    decoded_sound,
+    decoded_video,
+    png,
+)
 from unirl.reward.wire.samples import Kind, Limits, SchemaError, ScoreCall, WireSample
+from unirl.reward.wire.wav import decoded_wav, is_wav, wav
 from unirl.types.errors import ContractError, DataError
 
 JSON_TYPE = "application/json"
@@ -26,9 +37,11 @@ _PIECE_BYTES = 2**20
 
 
 def encode_json(samples: Sequence[WireSample], rewards: Sequence[str]) -> bytes:
-    """The body that asks for `rewards` of every sample; images as PNG, videos as animated PNG, both lossless.
+    """The body that asks for `rewards` of every sample; images as PNG, videos as animated PNG, sounds as WAV of
+    float32, all lossless.
 
-    Raises ContractError for float32 media, which PNG would round, and for sounds.
+    Raises ContractError for float32 pixels, which PNG would round, for sounds of videos, and for others without a
+    rate.
     """
     return json.dumps({"requests": [_entry(sample, rewards) for sample in samples]}).encode()
 
@@ -123,17 +136,22 @@ def _entry(sample: WireSample, rewards: Sequence[str]) -> dict[str, Any]:  # Any
         raise ContractError(f"sample {sample.id} was not decoded and cannot be sent")
     if sample.sound is not None:
         raise ContractError(
-            f"sample {sample.id}: JSON carries no sound. Send it in the binary body (transport: binary)."
+            f"sample {sample.id}: JSON carries no sound of a video. Send it in the binary body (transport: binary)."
         )
     if isinstance(sample.media, str):
         last["completion"] = sample.media
     elif sample.kind == "image":
         last["image_b64"] = png(_bytes_only(sample.media, sample.id))
+    elif sample.kind == "audio":
+        last["audio_b64"] = wav(sample.media, sample.sample_rate, sample.id)
     else:
         last["video_b64"] = animated_png(_bytes_only(sample.media, sample.id))
         if sample.fps is not None:
             last["fps"] = sample.fps
     history = [last]
+    if sample.source_sound is not None:
+        sound = wav(sample.source_sound, sample.source_sample_rate, sample.id)
+        history.insert(0, {"text": "", "audio_b64": sound})
     if sample.source is not None:
         history.insert(0, {"text": "", "image_b64": png(_bytes_only(sample.source, sample.id))})
     entry = {"id": sample.id, "history": history, "required_rewards": list(rewards)}
@@ -157,10 +175,10 @@ def _turns(
     read_video: Callable[[str], bytes] | None,
 ) -> list[_Turn]:
     history = _field(entry, "history", list, where)
-    if not 1 <= len(history) <= 2:
+    if not 1 <= len(history) <= 3:
         raise DataError(
-            f"{where}.history has {len(history)} turns; it takes the generated one, and before it the input image of "
-            "an edit"
+            f"{where}.history has {len(history)} turns; it takes the generated one, and before it one with the input "
+            "image of an edit and one with the sound of the prompt"
         )
     return [_Turn(turn, f"{where}.history[{i}]", budget, read_video) for i, turn in enumerate(history)]
 
@@ -174,11 +192,8 @@ def _sample(
     is_decoded: bool,
 ) -> WireSample:
     where = f"requests[{index}]"
-    source = None
-    if len(turns) == 2 and is_decoded:
-        source = turns[0].image()
-        if source is None:
-            raise DataError(f"{where}.history[0] must have image_b64: before the last turn stands an input image")
+    given = _inputs(turns[:-1]) if is_decoded else {}
+    sound, rate = given["audio_b64"].sound() if "audio_b64" in given else (None, None)
     made = turns[-1].generated() if is_decoded else _Made(None)
     # An edit's instruction may stand at either turn.
     texts = [turn.text for turn in reversed(turns) if turn.text] or [turns[-1].text]
@@ -191,13 +206,26 @@ def _sample(
         kind=turns[-1].kind(),
         media=made.media,
         prompt=texts[0],
-        source=source,
+        source=given["image_b64"].image() if "image_b64" in given else None,
         group_id=checked_text(entry.get("group_id"), f"{where}.group_id", limits),
         fps=made.fps,
         sound=made.sound,
         sample_rate=made.sample_rate,
+        source_sound=sound,
+        source_sample_rate=rate,
         metadata=metadata,
     )
+
+
+def _inputs(turns: Sequence[_Turn]) -> dict[str, _Turn]:
+    """The turns before the last one by what they hold: an input image, a sound."""
+    found: dict[str, _Turn] = {}
+    for turn in turns:
+        key = turn.given_medium()
+        if key in found:
+            raise DataError(f"{turn.where} has a second {key}; a prompt has one image and one sound")
+        found[key] = turn
+    return found
 
 
 class _Made(NamedTuple):
@@ -221,29 +249,44 @@ class _Turn:
     ) -> None:
         _require(turn, dict, where)
         self._turn = turn
-        self._where = where
+        self.where = where
         self._budget = budget
         self._read_video = read_video
         self.text = self._text("text")
 
     def _text(self, key: str) -> str | None:
-        return checked_text(self._turn.get(key), f"{self._where}.{key}", self._budget.limits)
+        return checked_text(self._turn.get(key), f"{self.where}.{key}", self._budget.limits)
 
     def _data(self, key: str) -> bytes | None:
         value = self._turn.get(key)
         if value is None:
             return None
-        _require(value, str, f"{self._where}.{key}")
-        return decoded_base64(value, f"{self._where}.{key}")
+        _require(value, str, f"{self.where}.{key}")
+        return decoded_base64(value, f"{self.where}.{key}")
 
     def image(self) -> np.ndarray | None:
         data = self._data("image_b64")
-        return None if data is None else decoded_image(data, f"{self._where}.image_b64", self._budget)
+        return None if data is None else decoded_image(data, f"{self.where}.image_b64", self._budget)
+
+    def sound(self) -> tuple[np.ndarray, int]:
+        data = self._data("audio_b64") or b""
+        decode = decoded_wav if is_wav(data) else decoded_sound
+        return decode(data, f"{self.where}.audio_b64", self._budget)
+
+    def given_medium(self) -> str:
+        """image_b64 or audio_b64, of a turn before the last one."""
+        given = [key for key in _GIVEN if self._turn.get(key) is not None]
+        if len(given) != 1:
+            raise DataError(
+                f"{self.where} must have image_b64 or audio_b64: before the last turn stand an input image and the "
+                f"sound of the prompt, each in its turn; it has {given}"
+            )
+        return given[0]
 
     def _given(self) -> str:
         given = [key for key in _MEDIA if self._turn.get(key) is not None]
         if len(given) != 1:
-            raise DataError(f"{self._where} must have exactly one of {', '.join(_MEDIA)}; it has {given}")
+            raise DataError(f"{self.where} must have exactly one of {', '.join(_MEDIA)}; it has {given}")
         return given[0]
 
     def kind(self) -> Kind:
@@ -255,19 +298,29 @@ class _Turn:
             return _Made(self.image())
         if given == "completion":
             return _Made(self._text("completion"))
+        if given == "audio_b64":
+            waveform, rate = self.sound()
+            return _Made(waveform, sample_rate=rate)
         data = self._data("video_b64") if given == "video_b64" else self._from_path()
-        clip = decoded_video(data or b"", f"{self._where}.{given}", self._budget)
-        fps = checked_fps(self._turn.get("fps"), f"{self._where}.fps") or clip.fps
+        clip = decoded_video(data or b"", f"{self.where}.{given}", self._budget)
+        fps = checked_fps(self._turn.get("fps"), f"{self.where}.fps") or clip.fps
         return _Made(clip.frames, fps, clip.sound, clip.sample_rate)
 
     def _from_path(self) -> bytes:
         path = self._text("video_path")
         if self._read_video is None or path is None:
-            raise DataError(f"{self._where}.video_path: this server reads no files; send video_b64")
+            raise DataError(f"{self.where}.video_path: this server reads no files; send video_b64")
         return self._read_video(path)
 
 
-_MEDIA: dict[str, Kind] = {"image_b64": "image", "video_b64": "video", "video_path": "video", "completion": "text"}
+_MEDIA: dict[str, Kind] = {
+    "image_b64": "image",
+    "video_b64": "video",
+    "video_path": "video",
+    "completion": "text",
+    "audio_b64": "audio",
+}
+_GIVEN = ("image_b64", "audio_b64")
 
 
 def _require(value: Any, kind: type, where: str) -> None:  # Any: JSON values

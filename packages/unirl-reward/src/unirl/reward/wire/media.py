@@ -1,4 +1,4 @@
-"""Images and videos inside JSON: base64 of files, decoded within limits.
+"""Images, videos and compressed sounds inside JSON: base64 of files, decoded within limits.
 
 Legend: T frames, H W pixels, L samples of a waveform, C channels.
 """
@@ -79,6 +79,32 @@ def decoded_image(data: bytes, where: str, budget: Budget) -> np.ndarray:
         if getattr(picture, "is_animated", False):  # of Pillow's formats, not all have the attribute
             raise DataError(f"{where} is an animation; send it as video_b64")
         return _rgb(picture, where)
+
+
+def decoded_sound(data: bytes, where: str, budget: Budget) -> tuple[np.ndarray, int]:
+    """float32 [L, C] and samples per second of a file that PyAV reads (extra `video`).
+
+    Raises DataError, also if PyAV is missing.
+    """
+    av = _av(where, "is no WAV file, and reading other sounds", "a WAV file")
+    waveform = _Waveform(av, where, budget)
+    try:
+        with _open_container(av, data) as container:
+            heard = container.streams.audio[:1]
+            if not heard:
+                raise DataError(f"{where} holds no sound")
+            if heard[0].codec_context is None:
+                raise DataError(f"{where} cannot be decoded: its codec is unknown. Encode it anew.")
+            for frame in container.decode(*heard):
+                waveform.append(frame)
+            sound = waveform.whole()
+    except (av.FFmpegError, *_DECODE_ERRORS) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{where} is not a sound that can be decoded") from error
+    if sound is None or waveform.sample_rate is None:
+        raise DataError(f"{where} is empty")
+    return sound, waveform.sample_rate
 
 
 class Clip(NamedTuple):
@@ -189,11 +215,11 @@ class _Frames:
 
 
 class _Waveform:
-    """The sound of a video as its parts are decoded. av: PyAV."""
+    """A sound as its parts are decoded. av: PyAV."""
 
     def __init__(self, av: Any, where: str, budget: Budget) -> None:  # Any: optional, absent where types are checked
         self._resampler = av.AudioResampler(format="fltp")  # planes of float32, at the rate and channels that it has
-        self._where = f"the sound of {where}"
+        self._where = where
         self._budget = budget
         self._parts: list[np.ndarray] = []
         self._length = 0
@@ -239,18 +265,27 @@ def _check_length(num_frames: int, width: int, height: int, where: str, budget: 
         raise DataError(f"{where} takes more than max_video_bytes = {budget.limits.max_video_bytes} when decoded")
 
 
-def _container(data: bytes, where: str, budget: Budget) -> Clip:
+def _av(where: str, problem: str, instead: str) -> Any:  # Any: optional, absent where types are checked
+    """PyAV. Raises DataError if it is missing."""
     try:
-        av: Any = importlib.import_module("av")  # Any: optional, absent where types are checked
+        return importlib.import_module("av")
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{where} is no animated PNG, GIF or WebP, and reading other videos needs PyAV on the server. Install it "
-            "there with: pip install 'unirl-reward[video]', or send an animated PNG"
+            f"{where} {problem} needs PyAV on the server. Install it there with: pip install 'unirl-reward[video]', or "
+            f"send {instead}"
         ) from error
+
+
+def _open_container(av: Any, data: bytes) -> Any:  # Any: optional, absent where types are checked
     # PyAV refused containers whose metadata is no UTF-8 unless told otherwise, until 19, which has no such option.
     lenient = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+    return av.open(io.BytesIO(data), **lenient)
+
+
+def _container(data: bytes, where: str, budget: Budget) -> Clip:
+    av = _av(where, "is no animated PNG, GIF or WebP, and reading other videos", "an animated PNG")
     try:
-        with av.open(io.BytesIO(data), **lenient) as container:
+        with _open_container(av, data) as container:
             if not container.streams.video:
                 raise DataError(f"{where} holds no video stream")
             stream = container.streams.video[0]
@@ -263,7 +298,7 @@ def _container(data: bytes, where: str, budget: Budget) -> Clip:
                 raise DataError(
                     f"the sound of {where} cannot be decoded: its codec is unknown. Encode it anew or omit it."
                 )
-            waveform = _Waveform(av, where, budget)
+            waveform = _Waveform(av, f"the sound of {where}", budget)
             for frame in container.decode(stream, *heard):
                 if isinstance(frame, av.AudioFrame):
                     waveform.append(frame)

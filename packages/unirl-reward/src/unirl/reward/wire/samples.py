@@ -20,7 +20,7 @@ from unirl.types.errors import ContractError, DataError
 from unirl.types.media import Audios, Images, Primitive, Texts, Videos, pixel_floats
 from unirl.types.reward import RewardRequest
 
-Kind = Literal["image", "video", "text"]
+Kind = Literal["image", "video", "text", "audio"]
 Pixels = Literal["lossless", "uint8"]
 """`lossless`: as bytes where bytes hold every pixel exactly, as float32 otherwise. `uint8`: round(255 * pixel), what
 a PNG would hold; a quarter of the size."""
@@ -72,8 +72,8 @@ class WireSample:
     id: str
     kind: Kind
     media: np.ndarray | str | None
-    """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a text is a str. None: not decoded, because
-    no reward that is asked for takes its kind."""
+    """Image [H, W, 3] or video [T, H, W, 3], uint8, or float32 in [0, 1]; a sound float32 [L] or [L, C]; a text is a
+    str. None: not decoded, because no reward that is asked for takes its kind."""
     prompt: str | None = None
     source: np.ndarray | None = None
     """The input image [H, W, 3] of an edit or of a question about an image."""
@@ -83,13 +83,18 @@ class WireSample:
     sound: np.ndarray | None = None
     """Waveform of a video, float32 [L] or [L, C]."""
     sample_rate: int | None = None
-    """Samples per second of the sound."""
+    """Samples per second of the sound, or of the video's."""
+    source_sound: np.ndarray | None = None
+    """The sound of the prompt, float32 [L] or [L, C]; empty for a prompt without one among others."""
+    source_sample_rate: int | None = None
+    """Samples per second of the prompt's sound."""
     metadata: dict[str, Any] | None = None  # Any: rows of a user's data file
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its pixels and its sound."""
-        return sum(array.nbytes for array in (self.media, self.source, self.sound) if isinstance(array, np.ndarray))
+        """Bytes of its pixels and its sounds."""
+        arrays = (self.media, self.source, self.sound, self.source_sound)
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +109,12 @@ class ScoreCall:
 def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[WireSample]:
     """The B samples of a request.
 
-    Raises ContractError for what does not travel: sounds other than those of videos, several generated media, inputs
-    other than text and image, pixels that are not finite or not in [0, 1], and metadata that JSON would change.
+    Raises ContractError for what does not travel: several generated media, inputs other than text, image and audio,
+    pixels that are not finite or not in [0, 1], sounds of float64, and metadata that JSON would change.
     """
-    extra = sorted(set(request.primitives) - {"text", "image"})
+    extra = sorted(set(request.primitives) - {"text", "image", "audio"})
     if extra:
-        raise ContractError(f"inputs {extra} cannot be sent to a reward server; it takes text and image")
+        raise ContractError(f"inputs {extra} cannot be sent to a reward server; it takes text, image and audio")
     if len(request.generated) != 1:
         raise ContractError(f"one generated medium can be sent at a time; the request has {sorted(request.generated)}")
     [(slot, generated)] = request.generated.items()
@@ -119,6 +124,9 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
     prompts = request.prompts if "text" in request.primitives else [None] * len(ids)
     audio = generated.audio if isinstance(generated, Videos) else None
     sounds = [None] * len(ids) if audio is None else _sounds(audio, ids)
+    heard = request.source_sounds if "audio" in request.primitives else None
+    source_sounds = [None] * len(ids) if heard is None else _sounds(heard, ids)
+    rated = generated if isinstance(generated, Audios) else audio
     return [
         WireSample(
             id=ids[i],
@@ -129,7 +137,9 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
             group_id=request.group_ids[i] if request.group_ids else None,
             fps=generated.fps if isinstance(generated, Videos) else None,
             sound=sounds[i],
-            sample_rate=None if audio is None else audio.sample_rate,
+            sample_rate=None if rated is None else rated.sample_rate,
+            source_sound=source_sounds[i],
+            source_sample_rate=None if heard is None else heard.sample_rate,
             metadata=_checked_metadata(request.metadata[i], ids[i]) if request.metadata else None,
         )
         for i in range(len(ids))
@@ -138,10 +148,20 @@ def samples_of(request: RewardRequest, pixels: Pixels = "lossless") -> list[Wire
 
 def batch_key(sample: WireSample) -> tuple[object, ...]:
     """Samples with equal keys fit into one request."""
-    media_shape = sample.media.shape[-3:] if isinstance(sample.media, np.ndarray) else None
     source_shape = None if sample.source is None else sample.source.shape
-    sound = (None if sample.sound is None else sample.sound.shape[1:], sample.sample_rate)
-    return sample.kind, media_shape, source_shape, sample.prompt is None, sample.group_id is None, sample.fps, sound
+    sounds = (
+        *(None if sound is None else sound.shape[1:] for sound in (sample.sound, sample.source_sound)),
+        *(sample.sample_rate, sample.source_sample_rate),
+    )
+    has_none = (sample.prompt is None, sample.group_id is None)
+    return sample.kind, _shared_shape(sample), source_shape, has_none, sample.fps, sounds
+
+
+def _shared_shape(sample: WireSample) -> tuple[int, ...] | None:
+    """The sizes that the media of one request have in common: all but frames, and samples of a sound."""
+    if not isinstance(sample.media, np.ndarray):
+        return None
+    return sample.media.shape[1:] if sample.kind == "audio" else sample.media.shape[-3:]
 
 
 def request_of(samples: Sequence[WireSample]) -> RewardRequest:
@@ -161,6 +181,9 @@ def request_of(samples: Sequence[WireSample]) -> RewardRequest:
         primitives["text"] = Texts(texts=[str(sample.prompt) for sample in samples])
     if first.source is not None:
         primitives["image"] = Images(pixels=_channels_first([sample.source for sample in samples]))
+    if first.source_sound is not None:
+        heard = [sample.source_sound for sample in samples]
+        primitives["audio"] = _audios(heard, first.source_sample_rate)
     return RewardRequest(
         sample_ids=[sample.id for sample in samples],
         group_ids=[] if first.group_id is None else [str(sample.group_id) for sample in samples],
@@ -170,7 +193,7 @@ def request_of(samples: Sequence[WireSample]) -> RewardRequest:
     )
 
 
-_KINDS: dict[type, Kind] = {Images: "image", Videos: "video", Texts: "text"}
+_KINDS: dict[type, Kind] = {Images: "image", Videos: "video", Texts: "text", Audios: "audio"}
 
 
 def _one_each(request: RewardRequest) -> list[Tensor]:
@@ -188,6 +211,8 @@ def _media_of(generated: Primitive, slot: str, ids: list[str], pixels: Pixels) -
         return _arrays(list(generated.pixels), ids, pixels)
     if isinstance(generated, Videos):
         return _arrays(generated.unpack("frames"), ids, pixels)
+    if isinstance(generated, Audios):
+        return _sounds(generated, ids)
     raise ContractError(f"generated {slot} ({type(generated).__name__}) cannot be sent to a reward server")
 
 
@@ -222,12 +247,22 @@ def _generated(samples: Sequence[WireSample]) -> Primitive:
         return Texts(texts=[str(sample.media) for sample in samples])
     if kind == "image":
         return Images(pixels=_channels_first([sample.media for sample in samples]))
+    if kind == "audio":
+        return _audios([sample.media for sample in samples], samples[0].sample_rate)
     frames = [_video_channels_first(sample.media) for sample in samples]
     if {each.dtype for each in frames} != {torch.uint8}:
         frames = [pixel_floats(each) for each in frames]
-    sounds = [torch.from_numpy(np.array(sample.sound)) for sample in samples if sample.sound is not None]
-    audio = Audios.pack(waveform=sounds, sample_rate=samples[0].sample_rate) if sounds else None
+    sounds = [sample.sound for sample in samples]
+    audio = None if sounds[0] is None else _audios(sounds, samples[0].sample_rate)
     return Videos.pack(frames=frames, fps=samples[0].fps, audio=audio)
+
+
+def _audios(sounds: Sequence[np.ndarray | str | None], rate: int | None) -> Audios:
+    """Waveforms [L] or [L, C], as many channels in each."""
+    waveforms = [torch.from_numpy(np.array(sound)) for sound in sounds if isinstance(sound, np.ndarray)]
+    if len(waveforms) != len(sounds):
+        raise ContractError(f"{len(sounds) - len(waveforms)} of {len(sounds)} samples have no sound")
+    return Audios.pack(waveform=waveforms, sample_rate=rate)
 
 
 def _video_channels_first(array: np.ndarray | str | None) -> Tensor:

@@ -1,7 +1,7 @@
 """CLAP score: how well a sound fits a text, as a CLAP model hears it.
 
 Source: CLAP, arXiv 2211.06687.
-Legend: b videos, L samples of a waveform, C channels, W windows of one, D embedding.
+Legend: b samples, L samples of a waveform, C channels, W windows of one, D embedding.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unirl.reward.local.pretrained import check_dtype, load_complete, load_trans
 from unirl.reward.local.video.frames import videos_of
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.errors import ConfigError
+from unirl.types.media import Audios
 from unirl.types.precision import DTYPES
 from unirl.types.reward import RewardRequest
 
@@ -27,7 +28,7 @@ SOUND_KEY = "sound"
 
 @bounded("scorer")
 class CLAPScorer(LocalScorer):
-    """cos(sound, text) of a CLAP model for the sound of each video.
+    """cos(sound, text) of a CLAP model for each sound, or the sound of each video.
 
     model: folder or hub id of a transformers ClapModel with its tokenizer and feature extractor. dtype: of it.
     The text is the prompt's `sound` in its metadata, else the prompt. Channels are averaged, and the waveform is
@@ -41,8 +42,8 @@ class CLAPScorer(LocalScorer):
     model_billions = 0.154
     card = ScorerCard(
         name="clap",
-        summary="how well the sound of a video fits its text",
-        media=("video",),
+        summary="how well a sound, or that of a video, fits its text",
+        media=("video", "audio"),
         needs="prompt, or metadata sound; videos with sound",
         low=-1,
         high=1,
@@ -80,10 +81,12 @@ class CLAPScorer(LocalScorer):
 
     def score_batch(self, request: RewardRequest) -> Tensor:
         """Cosines, float32 [b]. Raises ValueError for a video without sound."""
-        sounds = videos_of(request).audio
+        made = request.generated.get("audio")
+        sounds = made if isinstance(made, Audios) else videos_of(request).audio
         waveforms = [] if sounds is None else sounds.unpack("waveform")
         if sounds is None or sounds.sample_rate is None or not all(len(waveform) for waveform in waveforms):
-            raise ValueError("its video has no sound, or none of a known rate; take a model that makes one (LTX-2)")
+            what = "its video" if sounds is not made else "it"
+            raise ValueError(f"{what} has no sound, or none of a known rate; take a model that makes one (LTX-2)")
         found = []
         for waveform, prompt, row in zip(waveforms, request.prompts, request.metadata, strict=True):
             text = (row or {}).get(SOUND_KEY) or prompt
