@@ -12,6 +12,7 @@ from pushed_weights import CopyEngine, EnginesInThreads, make_sync, make_trainin
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.distributed.weight_sync.lora import LoraWeightSync
+from unirl.distributed.weight_sync.transports import broadcast
 from unirl.distributed.weight_sync.transports.base import ObjectParcel, Parcel
 from unirl.distributed.weight_sync.transports.broadcast import BroadcastParcel
 from unirl.distributed.weight_sync.transports.files import FileParcel
@@ -56,6 +57,18 @@ def test_whole_weights_arrive_byte_for_byte_push_after_push(connected, transport
         assert [engine.checksums() for engine in engines] == [expected, expected]
         assert [engine.policy_version for engine in engines] == [version, version]
         assert metrics["sync/logprob_gap_max"] == 0
+        train(backend)
+
+
+@pytest.mark.parametrize(("lone_bytes", "run_bytes"), [(1, 64), (200, 100), (200, 1000), (1000, 50)])
+def test_pieces_are_broadcast_from_where_they_lie_or_joined(connected, monkeypatch, lone_bytes, run_bytes):
+    monkeypatch.setattr(broadcast, "_LONE_BYTES", lone_bytes)
+    monkeypatch.setattr(broadcast, "_RUN_BYTES", run_bytes)
+    engine = CopyEngine()
+    backend, sync, _ = connected("nccl", engine, bucket_bytes=1000)
+    for _ in range(2):
+        sync.push()
+        assert engine.checksums() == checksums(dict(backend.weight_source.weights()))
         train(backend)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 import threading
 from collections import deque
@@ -19,7 +20,6 @@ from unirl.distributed.group.framework import ray_module
 from unirl.distributed.weight_sync.plan import Piece, PlannedBucket
 from unirl.distributed.weight_sync.transports.base import NUM_UNDER_WAY, Parcel, SlicingTransport
 from unirl.distributed.weight_sync.transports.flat import FlatBucket, roomy
-from unirl.types.bucket_files import BucketLayout
 from unirl.types.device_kinds import kind_of
 from unirl.types.devices import is_accelerator
 from unirl.types.errors import WeightSyncError, as_sentence
@@ -27,6 +27,8 @@ from unirl.types.weights import WeightBucket, WeightSpec, checksums_as
 
 _RUN_BYTES = 16 << 20
 """Gloo is slower for larger broadcasts and for many small ones. Each run is hashed while the next one arrives."""
+_LONE_BYTES = 1 << 20
+"""A piece of at least this size is sent from where it lies; smaller ones are copied next to each other first."""
 _JOINED = "joined"
 """Key in the store that counts the engines that have joined."""
 
@@ -76,6 +78,8 @@ class Run:
     sender: int
     start: int
     stop: int
+    is_lone: bool
+    """True if it is of one piece, and is sent from where that lies."""
 
     def of(self, buffer: Tensor) -> Tensor:
         """This run's part of a bucket's bytes."""
@@ -83,17 +87,25 @@ class Run:
 
 
 def runs_of(spans: Iterable[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Consecutive (sender, start, stop) joined to runs of at most `_RUN_BYTES`, in order."""
-    joined: list[Run] = []
+    """Runs of at most `_RUN_BYTES` for consecutive pieces (sender, start, stop): small ones joined, large ones cut."""
+    runs: list[Run] = []
     for sender, start, stop in spans:
-        if joined and (joined[-1].sender, joined[-1].stop) == (sender, start):
-            start = joined.pop().start
-        joined.append(Run(sender, start, stop))
-    return tuple(
-        Run(run.sender, start, min(start + _RUN_BYTES, run.stop))
-        for run in joined
-        for start in range(run.start, run.stop, _RUN_BYTES)
-    )
+        if stop - start >= _LONE_BYTES:
+            runs += [
+                Run(sender, first, min(first + _RUN_BYTES, stop), True) for first in range(start, stop, _RUN_BYTES)
+            ]
+            continue
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and not last.is_lone
+            and (last.sender, last.stop) == (sender, start)
+            and stop - last.start <= _RUN_BYTES
+        ):
+            start = runs.pop().start
+        if stop > start:
+            runs.append(Run(sender, start, stop, is_lone=False))
+    return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -152,10 +164,10 @@ class _Receiver:
 
 
 class BroadcastTransport(SlicingTransport):
-    """Broadcasts each bucket to all engines at once from one of two buffers: one is filled while the other is sent.
-    Every sending rank has its own group with the engines.
+    """Broadcasts each bucket to all engines at once: large tensors from where they lie, small ones from one of two
+    buffers, of which one is filled while the other is sent. Every sending rank has its own group with the engines.
 
-    device: of the buffers: a GPU for NCCL, a CPU for gloo. num_engines: number of engines; neither the trainer nor
+    device: of what is sent: a GPU for NCCL, a CPU for gloo. num_engines: number of engines; neither the trainer nor
     another engine may be on their devices. timeout_s: for forming a group and for each broadcast.
     """
 
@@ -167,7 +179,8 @@ class BroadcastTransport(SlicingTransport):
         self._sender: _Sender | None = None
         self._meetings: tuple[Meeting, ...] = ()
         self._buffers: dict[int, Tensor] = {}
-        self._leaving: dict[int, list[Tensor]] = {}
+        self._leaving: dict[int, dict[int, Tensor]] = {}
+        """Bucket -> what this rank sends of it, uint8, by its first byte in the bucket."""
 
     @property
     def device(self) -> torch.device:
@@ -176,13 +189,15 @@ class BroadcastTransport(SlicingTransport):
     def pack(self, bucket: WeightBucket, number: int) -> Parcel:
         flat, meeting = FlatBucket.of(bucket), Meeting(**self.opened(0))
         runs = runs_of((0, start, stop) for *_, start, stop in flat.layout.spans)
-        flat.layout.write(bucket.tensors, self._filling(number, flat.layout, runs))
+        self._make_room(number, runs)
+        for name, *_, start, _ in flat.layout.spans:
+            self._put(number, start, bucket.tensors[name])
         return BroadcastParcel((meeting,), flat, number, runs)
 
     def depart(self, number: int) -> None:
-        pieces = self._leaving.pop(number, [])
+        pieces = self._leaving.pop(number, {})
         if self._sender is not None and pieces:
-            self._sender.start(number, pieces)
+            self._sender.start(number, [pieces[start] for start in sorted(pieces)])
 
     def arrived(self, number: int) -> None:
         """See WeightTransport. Raises WeightSyncError if the broadcast failed on this side."""
@@ -205,10 +220,10 @@ class BroadcastTransport(SlicingTransport):
         self._meetings = tuple(Meeting(**each) for each in opened)
 
     def begin(self, number: int, bucket: PlannedBucket) -> None:
-        self._filling(number, bucket.layout, _runs_of_pieces(bucket))
+        self._make_room(number, _runs_of_pieces(bucket))
 
     def write(self, number: int, bucket: PlannedBucket, piece: Piece, rows: Tensor) -> None:
-        bucket.layout.place(self._buffers[number % NUM_UNDER_WAY], piece.name, piece.start, rows.shape).copy_(rows)
+        self._put(number, bucket.layout.span(piece.name, piece.start, piece.stop)[0], rows)
 
     def parcel(self, number: int, version: int, bucket: PlannedBucket, specs: Sequence[WeightSpec]) -> Parcel:
         flat = FlatBucket(WeightBucket(version, {}, tuple(specs)), bucket.layout)
@@ -218,13 +233,27 @@ class BroadcastTransport(SlicingTransport):
         if self._sender is not None:
             self._sender.wait_for_all()
 
-    def _filling(self, number: int, layout: BucketLayout, runs: Sequence[Run]) -> Tensor:
-        """The buffer of a bucket, once its previous content has been sent."""
+    def _make_room(self, number: int, runs: Sequence[Run]) -> None:
+        """A buffer for the small pieces of a bucket, once its previous content has been sent."""
         self.arrived(number - NUM_UNDER_WAY)
+        joined = [run for run in runs if run.sender == self._rank and not run.is_lone]
+        ends = list(itertools.accumulate((run.stop - run.start for run in joined), initial=0))
         slot = number % NUM_UNDER_WAY
-        buffer = self._buffers[slot] = roomy(self._buffers.get(slot), layout.num_bytes, self._device)
-        self._leaving[number] = [run.of(buffer) for run in runs if run.sender == self._rank]
-        return buffer
+        buffer = self._buffers[slot] = roomy(self._buffers.get(slot), ends[-1], self._device)
+        self._leaving[number] = {
+            run.start: buffer[start:stop] for run, (start, stop) in zip(joined, itertools.pairwise(ends), strict=True)
+        }
+
+    def _put(self, number: int, start: int, rows: Tensor) -> None:
+        """Put a piece whose first byte in the bucket is `start` among what leaves; a large one is not copied."""
+        content = rows.detach().to(self._device).contiguous().flatten().view(torch.uint8)
+        leaving = self._leaving[number]
+        if content.numel() >= _LONE_BYTES:
+            cuts = range(0, content.numel(), _RUN_BYTES)
+            leaving.update({start + at: part for at, part in zip(cuts, content.split(_RUN_BYTES), strict=True)})
+        elif content.numel():
+            first = max(begin for begin in leaving if begin <= start)
+            leaving[first][start - first :][: content.numel()].copy_(content)
 
 
 def _runs_of_pieces(bucket: PlannedBucket) -> tuple[Run, ...]:
