@@ -98,8 +98,12 @@ class RoutedAdvantages(AdvantageConfig):
         num_tokens_B: Tensor | None = None,
     ) -> Tensor:
         """The mean over the media, float32 [B]; the weighted reward and numbers of tokens have no influence."""
-        routed = self.by_medium(group_ids, component_rewards or {}, progress=progress)
-        return torch.stack(list(routed.values())).mean(dim=0)
+        return mean_over_media(self.by_medium(group_ids, component_rewards or {}, progress=progress))
+
+
+def mean_over_media(routed: Mapping[str, Tensor]) -> Tensor:
+    """One number per sample, float32 [B]."""
+    return torch.stack(list(routed.values())).mean(dim=0)
 
 
 def _span(weight: float | LinearWeight) -> Span:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unirl.algorithms.advantages import Advantages, group_metrics
 from unirl.algorithms.inherited import InheritedAdvantages
-from unirl.algorithms.routed_advantages import RoutedAdvantages
+from unirl.algorithms.routed_advantages import RoutedAdvantages, mean_over_media
 from unirl.distributed.held import Held
 from unirl.train.names import joined
 from unirl.trainer.roles import StackRole
@@ -35,6 +35,10 @@ class TrackAdvantages:
             parent = track.parent_track
             if isinstance(normalize, InheritedAdvantages) and parent in advantages:
                 advantages[name] = normalize.of_parents(track, meta.track(parent), advantages[parent])
+            elif isinstance(normalize, RoutedAdvantages):
+                routed = normalize.by_medium(track.group_ids, track.component_rewards, progress=progress)
+                advantages[name] = mean_over_media(routed)
+                resp.attach(name, media_advantages=routed)
             else:
                 advantages[name] = normalize(
                     track.scored_rewards,
@@ -44,9 +48,6 @@ class TrackAdvantages:
                     num_tokens_B=trained_tokens(resp, name) if normalize.counts_tokens else None,
                 )
             resp.attach(name, advantages=advantages[name])
-            if isinstance(normalize, RoutedAdvantages):
-                routed = normalize.by_medium(track.group_ids, track.component_rewards, progress=progress)
-                resp.attach(name, media_advantages=routed)
 
     def metrics(self, meta: RolloutResp, root: str, progress: float) -> dict[str, float]:
         """Metrics of rewards and advantages, which the tracks have, and of the engine's counts."""
