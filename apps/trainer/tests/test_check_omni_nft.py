@@ -69,7 +69,7 @@ def recipes():
         (
             JOINT,
             {"algorithm.media_weights": {"sound": 1.0}},
-            "algorithm.media_weights names sound; media of LTX2Pipeline are video, audio. Use these names.",
+            "algorithm.media_weights names sound; media of the latent are video, audio. Use these names.",
         ),
         (
             JOINT,

@@ -81,13 +81,11 @@ class OmniNFT(DiffusionNFT):
 
     def _shares(self, slices: Mapping[str, slice]) -> dict[str, float]:
         """w_m over the sum of the weights."""
-        unknown = sorted(set(self.media_weights) - set(slices))
-        if unknown:
-            raise ConfigError(f"algorithm.media_weights names {unknown}; media of the latent are {sorted(slices)}")
+        problem = weights_problem("algorithm.media_weights", self.media_weights, slices)
+        if problem is not None:
+            raise ConfigError(problem)
         weights = {medium: self.media_weights.get(medium, 1.0) for medium in slices}
         total = sum(weights.values())
-        if total == 0:
-            raise ConfigError(f"algorithm.media_weights = {weights} leaves no medium to train. Set one above 0.")
         return {medium: weight / total for medium, weight in weights.items()}
 
     def _advantages(self, micro: MicroBatch, slices: Mapping[str, slice]) -> dict[str, Tensor]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from unirl.types.recipe import Messages, Part, Run
 
 ROUTED = "unirl.algorithms.routed_advantages.RoutedAdvantages"
 
 
-def weights_problem(at: str, weights: Mapping[str, float]) -> str | None:
-    """What is wrong with the weights of the media that are named, for a message; None if nothing is."""
+def weights_problem(at: str, weights: Mapping[str, float], media: Collection[str] = ()) -> str | None:
+    """What is wrong with the weights of the media that are named, for a message; None if nothing is.
+
+    media: of the latent; empty where they are not known.
+    """
     below = {medium: weight for medium, weight in weights.items() if not weight >= 0}
     if below:
         return f"{at} has weights below 0: {below}. Set weights of at least 0."
+    unknown = [medium for medium in weights if media and medium not in media]
+    if unknown:
+        return f"{at} names {', '.join(unknown)}; media of the latent are {', '.join(media)}. Use these names."
+    if media and not any(weights.get(medium, 1.0) for medium in media):
+        return f"{at} = {dict(weights)} leaves no medium to train. Set one above 0."
     return None
 
 
@@ -27,17 +35,9 @@ def model_has_media(own: Part, run: Run) -> Messages:
             f"{own.at}._target_: unirl.algorithms.diffusion_nft.DiffusionNFT, or a model of video with sound (LTX-2)."
         )
         return
-    problem = weights_problem(f"{own.at}.media_weights", weights)
-    unknown = [medium for medium in weights if medium not in media]
+    problem = weights_problem(f"{own.at}.media_weights", weights, media)
     if problem is not None:
         yield problem
-    elif unknown:
-        yield (
-            f"{own.at}.media_weights names {', '.join(unknown)}; media of {pipeline.name} are {', '.join(media)}. Use "
-            "these names."
-        )
-    elif not any(weights.get(medium, 1.0) for medium in media):
-        yield f"{own.at}.media_weights = {dict(weights)} leaves no medium to train. Set one above 0."
 
 
 def advantages_are_routed(own: Part, run: Run) -> Messages:
