@@ -120,6 +120,16 @@ def test_what_gives_a_reference_is_enough(recipes):
     check_recipe(changed(recipes[AWM], {"algorithm.ema_kl_coef": 0.0, "backend.ema": None}))
 
 
+def test_units_divide_over_the_ranks_that_have_samples_of_their_own():
+    words = ["runtime=ray", "num_devices=2", "batch_size=3", "stack.micro_batch_size=16"]
+    words.append("+backend.topology={_target_: unirl.train.configs.TrainTopology, tp: 2}")
+    shared = resolve(compose("worlds/arithmetic/otb", [*words, "stack.num_updates_per_batch=1"]))
+    check_recipe(shared, PLENTY)
+    told = "batch_size = 3 units do not divide over num_devices / (topology.tp = 2) * stack.num_updates_per_batch = 2"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_recipe(changed(shared, {"stack.num_updates_per_batch": 2}), PLENTY)
+
+
 def test_prompts_are_dropped_with_any_negative_prompt(recipes):
     for negative in ("", "blurry"):
         check_recipe(changed(recipes[TARGETS], {"engine.prompt_dropout": 0.1, "sampling.negative_prompt": negative}))

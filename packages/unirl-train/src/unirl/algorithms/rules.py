@@ -195,10 +195,13 @@ def units_stay_together(own: Part, run: Run) -> Messages:
             f"selection.drop_zero_variance may part the units of {own.name}, where ties teach nothing anyway. Remove "
             "it."
         )
-    divisor = run.num_devices * stack.get("num_updates_per_batch", 1)
+    policy = run.policy_of(own)
+    shared = policy.ranks_per_sample
+    divisor = run.num_devices // shared * stack.get("num_updates_per_batch", 1)
     if divisor > 0 and run.batch_size % divisor:
+        devices = "num_devices" if shared == 1 else f"num_devices / ({policy.sharing})"
         yield (
-            f"batch_size = {run.batch_size} units do not divide over num_devices * {stack.at}.num_updates_per_batch = "
+            f"batch_size = {run.batch_size} units do not divide over {devices} * {stack.at}.num_updates_per_batch = "
             f"{divisor}. Change one of them."
         )
     cuts = [(stack, "micro_batch_size")]
