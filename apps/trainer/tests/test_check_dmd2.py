@@ -30,6 +30,26 @@ def recipes():
         (SMALL, {"algorithm.num_timesteps": 3}, "algorithm.num_timesteps = 3 exceeds sampling.num_inference_steps = 2"),
         (SMALL, {"algorithm.min_level": 0.99}, "algorithm.min_level = 0.99 must be below algorithm.max_level = 0.98"),
         (SMALL, {"algorithm.max_level": 1.0}, "algorithm.max_level = 1.0"),
+        (
+            SMALL,
+            {"algorithm.matching": "latents"},
+            "algorithm.matching = 'latents' must be one of 'samples', 'trajectory'",
+        ),
+        (
+            SMALL,
+            {"algorithm.trajectory_levels": "above"},
+            "algorithm.trajectory_levels = above does nothing with algorithm.matching = samples. Remove it",
+        ),
+        (
+            SMALL,
+            {"algorithm.matching": "trajectory", "sampling.eta": 0.7, "sampling.sde_indices": [0]},
+            "algorithm.matching = trajectory noises where a deterministic step ends. Set sampling.eta: 0",
+        ),
+        (
+            SMALL,
+            {"algorithm.matching": "trajectory", "sampling.post_solver": "dpmpp_2m"},
+            "algorithm.matching = trajectory noises where an Euler step ends, not one of sampling.post_solver = dpmpp",
+        ),
         (SMALL, {"algorithm.teacher_guidance": 0.5}, "algorithm.teacher_guidance = 0.5"),
         (SMALL, {"algorithm.fake_updates": 0}, "algorithm.fake_updates = 0"),
         (

@@ -34,6 +34,11 @@ def recipes():
         ),
         (SMALL, {"algorithm.reward_min_level": 0.0}, "algorithm.reward_min_level = 0.0"),
         (SMALL, {"algorithm.reward_weight": 0.0}, "algorithm.reward_weight = 0.0"),
+        (
+            SMALL,
+            {"algorithm.surrogate_latents": "trajectory", "sampling.eta": 0.7, "sampling.sde_indices": [0]},
+            "algorithm.surrogate_latents = trajectory gives latents the reward of the sample that they lead to",
+        ),
         (SMALL, {"algorithm.surrogate_beta": 0.0}, "algorithm.surrogate_beta = 0.0"),
         (SMALL, {"algorithm.surrogate_kl": -0.1}, "algorithm.surrogate_kl = -0.1"),
         (SMALL, {"algorithm.surrogate_levels": 0}, "algorithm.surrogate_levels = 0"),

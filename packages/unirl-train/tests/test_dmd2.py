@@ -69,10 +69,20 @@ def images_by_hand(made: Setup, micro: MicroBatch, scale: float, shift: float) -
     return before - sigma * (scale * before + shift), -sigma * before, -sigma.expand_as(before)
 
 
+MATCHINGS: dict[str, dict[str, Any]] = {
+    "samples": {},
+    "step": {"matching": "trajectory"},
+    "above": {"matching": "trajectory", "trajectory_levels": "above"},
+}
+
+
+@pytest.mark.parametrize("matching", list(MATCHINGS))
 @pytest.mark.parametrize("rows_per_forward", [None, 4])
 @pytest.mark.parametrize("num_timesteps", [1, 3])
-def test_the_students_gradient_by_hand(num_timesteps: int, rows_per_forward: int | None):
-    made = student(AffineField(), num_timesteps=num_timesteps, rows_per_forward=rows_per_forward, micro=3)
+def test_the_students_gradient_by_hand(num_timesteps: int, rows_per_forward: int | None, matching: str):
+    made = student(
+        AffineField(), num_timesteps=num_timesteps, rows_per_forward=rows_per_forward, micro=3, **MATCHINGS[matching]
+    )
     displace(made.backend, 0.2)  # the teacher stays where it was
     own = {name.split(".")[1]: float(value) for name, value in made.parameters.items()}
     whole = micro_of(made)
@@ -90,6 +100,29 @@ def test_the_students_gradient_by_hand(num_timesteps: int, rows_per_forward: int
         torch.testing.assert_close(found[f"transformer.{name}"][0], (g * derivative).mean(), rtol=2e-4, atol=1e-6)
     assert metrics["policy/loss"] == pytest.approx(float(0.5 * g.square().mean()), rel=1e-4)
     assert metrics["dmd2/teacher_distance"] == pytest.approx(float((x - x_real).abs().mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("levels", ["step", "above"])
+def test_next_latents_are_noised_further_from_where_the_students_step_ends(levels: str):
+    """By DDIM's step of the student, in float64, and the marginal noise that a latent of this level has."""
+    made = student(AffineField(), num_timesteps=3, matching="trajectory", trajectory_levels=levels, min_level=0.1)
+    displace(made.backend, 0.2)
+    own = {name.split(".")[1]: float(value) for name, value in made.parameters.items()}
+    micro = micro_of(made)
+    sample_R, step_R = made.algorithm.rows(micro)
+    x = images_by_hand(made, micro, own["scale"], own["shift"])[0]
+    at = made.algorithm.noised(micro, slice(None), x, "student")
+    before = torch.stack([micro.segment.latents_at(int(n))[b] for b, n in zip(sample_R, step_R, strict=True)]).double()
+    s_n, s_m = (micro.segment.sigmas.double()[step_R + k].view(-1, 1, 1, 1) for k in (0, 1))
+    after = before - (s_n - s_m) * (own["scale"] * before + own["shift"])
+    s = at.level_R.double().view(-1, 1, 1, 1)
+    assert ((s > s_m) & (s >= 0.1) & (s <= (s_n if levels == "step" else 0.98))).all()
+    kept = (1 - s) / (1 - s_m)
+    noise = (at.x_s - kept * after) / (s.square() - (kept * s_m).square()).sqrt()
+    plain = student(AffineField(), num_timesteps=3, min_level=0.1).algorithm.noised(micro, slice(None), x, "student")
+    drawn = plain.target + x  # the same noise, of the other matching
+    torch.testing.assert_close(noise.float(), drawn, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(at.target, ((at.x_s - x) / s).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_fake_score_takes_two_steps_of_flow_matching_before_each_step_of_the_student():
@@ -129,10 +162,12 @@ def test_both_scores_are_asked_between_the_levels_and_each_time_at_others():
     assert both.min() > 0.3 and both.max() < 0.6 and both.unique().numel() == both.numel()
 
 
-def test_a_student_that_was_moved_away_makes_the_teachers_images_again():
+@pytest.mark.parametrize("matching", ["samples", "step"])
+def test_a_student_that_was_moved_away_makes_the_teachers_images_again(matching: str):
     """The world of `test_known_optimum`: images are N(mean, 0.3^2), here at 0 for the teacher."""
+    fake = OptimizerConfig(learning_rate=0.1)
     made = student(
-        GaussianField(), shape=(1, 2, 2), lr=0.02, num_timesteps=2, fake_optimizer=OptimizerConfig(learning_rate=0.1)
+        GaussianField(), shape=(1, 2, 2), lr=0.02, num_timesteps=2, fake_optimizer=fake, **MATCHINGS[matching]
     )
     with torch.no_grad():
         next(iter(made.backend.parameters.values())).fill_(0.8)
@@ -238,6 +273,8 @@ def test_what_cannot_be_trained_on_is_named():
         trained(student(num_timesteps=5))
     with pytest.raises(ConfigError, match=r"min_level = 0.5 must be below algorithm.max_level = 0.5"):
         student(TinyField(), min_level=0.5, max_level=0.5)
+    with pytest.raises(ConfigError, match="matching = 'latents' must be one of samples, trajectory"):
+        student(TinyField(), matching="latents")
     with pytest.raises(ContractError, match="call before_update first"):
         list(made.algorithm.losses(micro_of(made)))
     resp = rollout(made.pipeline, PARAMS, num_prompts=2)

@@ -56,12 +56,15 @@ def values(made: Setup, policy: str) -> dict[str, float]:
     return {name.split(".")[1]: float(value) for name, value in made.backend.policies.values(policy).items()}
 
 
+TDM_R1 = {"matching": "trajectory", "trajectory_levels": "above", "surrogate_latents": "trajectory"}
+
+
+@pytest.mark.parametrize("options", [{}, TDM_R1], ids=["dmd2", "tdm_r1"])
 @pytest.mark.parametrize("rows_per_forward", [None, GROUP])
 @pytest.mark.parametrize("num_timesteps", [1, 3])
-def test_the_students_gradient_by_hand(num_timesteps: int, rows_per_forward: int | None):
-    made = student(
-        AffineField(), num_timesteps=num_timesteps, rows_per_forward=rows_per_forward, micro=GROUP, reward_weight=0.6
-    )
+def test_the_students_gradient_by_hand(num_timesteps: int, rows_per_forward: int | None, options: dict[str, Any]):
+    shared: dict[str, Any] = {"num_timesteps": num_timesteps, "rows_per_forward": rows_per_forward, **options}
+    made = student(AffineField(), micro=GROUP, reward_weight=0.6, **shared)
     displace(made.backend, 0.2)  # the teacher stays where it was
     own, whole = values(made, "default"), micro_of(made)
     metrics = trained(made)
@@ -122,6 +125,49 @@ def test_the_surrogate_takes_a_step_of_dgpo_on_the_samples_that_were_rewarded():
     assert state["copy_optimizer/fake/transformer.scale/step"] == 2
 
 
+def test_the_surrogate_learns_from_latents_on_the_way_by_hand():
+    """In float64, each latent, noise and target by the formulas of a Gaussian; later steps count more."""
+    options: dict[str, Any] = {"surrogate_levels": 3, "surrogate_latents": "trajectory", "reward_min_level": 0.2}
+    made = student(AffineField(), micro=GROUP, surrogate_beta=5.0, surrogate_radius=None, surrogate_kl=0.2, **options)
+    displace(made.backend, 0.2)
+    whole = micro_of(made)
+    segment = whole.segment
+    field = AffineField(*values(made, SURROGATE).values()).double()  # the surrogate starts as the student did
+    steps = torch.optim.AdamW(field.parameters(), lr=3e-2, weight_decay=0.0)
+    [(_, rows)] = made.algorithm._surrogate.forward_rows(whole)
+    number_R = (rows.weight_R * segment.num_steps).round().long() - 1  # steps that were drawn
+    assert len(set(number_R.tolist())) > 1 and (number_R.view(-1, GROUP) == number_R.view(-1, GROUP)[:, :1]).all()
+    latents = torch.stack([segment.latents_at(int(n) + 1)[b] for b, n in zip(rows.sample_R, number_R, strict=True)])
+    s_m, s = (each.double().view(-1, 1, 1, 1) for each in (segment.sigmas[number_R + 1], rows.sigma_R))
+    assert ((s > s_m) & (s >= 0.2) & (s <= 1)).all()
+    mean, variance = (1 - s) / (1 - s_m) * latents.double(), s.square() - ((1 - s) / (1 - s_m) * s_m).square()
+    noise = (rows.x_t - mean) / variance.sqrt()
+    in_units = noise.view(-1, GROUP, *noise.shape[1:])
+    torch.testing.assert_close(in_units, in_units[:, :1].expand_as(in_units), rtol=1e-3, atol=1e-3)
+    # The velocity at x_s of which (mean - x_s) / variance is the score, its clean latent by Tweedie's formula.
+    clean = (rows.x_t + s.square() * (mean - rows.x_t) / variance) / (1 - s)
+    target = (rows.x_t - clean) / s
+    torch.testing.assert_close(rows.target.double(), target, rtol=1e-3, atol=1e-3)
+
+    def errors(velocity: Tensor, wanted: Tensor) -> Tensor:
+        return (velocity - wanted).square().flatten(1).mean(dim=1)
+
+    x_s, weight_R = rows.x_t.double(), (number_R + 1).double() / segment.num_steps
+    v, v_teacher = field.scale * x_s + field.shift, 0.7 * x_s + 0.1
+    margin = (errors(v, target) - errors(v_teacher, target)) * ADVANTAGES[rows.sample_R].double()
+    loss_U = 1 / 5.0 * (1 + (5.0 * margin.view(-1, GROUP).mean(dim=1)).exp()).log()
+    loss = (weight_R[::GROUP] * loss_U).mean() + 0.2 * (weight_R * errors(v, v_teacher)).mean()
+    loss.backward()
+    norm = torch.stack(
+        [parameter.grad.abs().squeeze() for parameter in field.parameters() if parameter.grad is not None]
+    )
+    steps.step()
+    metrics = trained(made)
+    for name, value in values(made, SURROGATE).items():
+        assert value == pytest.approx(float(getattr(field, name).detach()), rel=1e-4)
+    assert metrics["dmd2/surrogate_grad_norm"] == pytest.approx(float(norm.norm()), rel=1e-3)
+
+
 def test_a_surrogate_that_learns_nothing_leaves_dmd2_as_it_is():
     made = [student(kind=DMD2), student(surrogate_optimizer=optimizer(0.0))]
     for each in made:
@@ -140,10 +186,11 @@ def test_the_share_of_the_reward_is_of_sizes_and_0_where_there_is_neither():
     assert reward_share(matching, reward).tolist() == pytest.approx([0.2, 1.0, 0.0])
 
 
-def test_micro_batches_and_rows_per_forward_change_nothing():
+@pytest.mark.parametrize("options", [{}, TDM_R1], ids=["dmd2", "tdm_r1"])
+def test_micro_batches_and_rows_per_forward_change_nothing(options: dict[str, Any]):
     made = [
-        student(num_timesteps=2, micro=GROUP * NUM_PROMPTS),
-        student(num_timesteps=2, micro=GROUP, rows_per_forward=GROUP),
+        student(num_timesteps=2, micro=GROUP * NUM_PROMPTS, **options),
+        student(num_timesteps=2, micro=GROUP, rows_per_forward=GROUP, **options),
     ]
     for each in made:
         displace(each.backend, 0.1)
@@ -194,6 +241,8 @@ def test_two_rollouts_a_resume_and_two_rollouts_equal_four_bit_for_bit(mode: str
 def test_what_cannot_be_trained_on_is_named():
     with pytest.raises(ConfigError, match=r"reward_min_level = 0.98 must be below algorithm.max_level = 0.98"):
         student(reward_min_level=0.98)
+    with pytest.raises(ConfigError, match="surrogate_latents = 'all' must be one of clean, trajectory"):
+        student(surrogate_latents="all")
     with pytest.raises(ConfigError, match="rows_per_forward = 6 must be a multiple of 4"):
         student(rows_per_forward=6)
     made = student()

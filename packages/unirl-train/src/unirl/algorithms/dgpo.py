@@ -84,4 +84,11 @@ class DGPO(GroupedForwardProcess):
         metrics.mean("dgpo/margin", -(advantage_UG * distance_UG).mean(dim=1))
         metrics.mean("dgpo/policy_distance", moved_R)
         penalty_R = self.reference_penalty(v, v_reference if self.reference.is_on else None, metrics, loss=loss_U)
+        weight_R = self.row_weights(rows)
+        if weight_R is not None:
+            loss_U, penalty_R = loss_U * weight_R[:: self.samples_per_unit], penalty_R * weight_R
         return LossPart(loss_U.sum() + penalty_R.sum() / self.samples_per_unit, loss_U.numel(), metrics)
+
+    def row_weights(self, rows: ForwardRows) -> Tensor | None:
+        """What the loss of each row weighs [R], the same in a unit; None: all weigh 1."""
+        return None

@@ -6,9 +6,11 @@ Their difference is the gradient of KL(student || teacher) at x, and goes back t
 
     g = (x_fake - x_real) / max(mean |x - x_real|, 1e-6),  L = 1/2 mean (x - sg(x - g))^2,  dL/dx = g / numel
 
-with the clean latents x_fake = x_s - s v_fake and x_real = x_s - s v_real that both velocities imply.
+with the clean latents x_fake = x_s - s v_fake and x_real = x_s - s v_real that both velocities imply. Trajectory
+distribution matching (`matching: trajectory`) noises the student's next latent instead of its image.
 Legend: B samples, T steps of the student, K of them trained per sample, R = B K rows (sample-major).
-Sources: Yin et al. 2024 (arXiv 2405.14867), without its GAN; the normalised g is that of DMD (arXiv 2311.18828).
+Sources: Yin et al. 2024 (arXiv 2405.14867), without its GAN; the normalised g is that of DMD (arXiv 2311.18828). For
+the other matching see `unirl.algorithms.trajectory_matching`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics, row_chunks, 
 from unirl.algorithms.forward_process import nearest_steps
 from unirl.algorithms.losses import same_shape, velocity_distance
 from unirl.algorithms.reference import PenalisedAlgorithm, ReferenceKL
+from unirl.algorithms.trajectory_matching import (
+    Matching,
+    StepLevels,
+    TrajectoryLevels,
+    clean_target,
+    next_latent,
+    raised,
+)
 from unirl.algorithms.trajectory_rows import TrajectoryRows, drawn_rows, num_trained_steps
 from unirl.sde.forward import interpolate, predict_x0, velocity_target
 from unirl.sde.noise import keyed_normal, keyed_uniform
@@ -66,7 +76,7 @@ class NoisedRows:
 
     x_s: Tensor
     target: Tensor
-    """noise - x, what flow matching regresses to."""
+    """What the fake score regresses to: noise - x, or (x_s - x) / s where a next latent was noised."""
     level_R: Tensor
     conditions: Conditions
     step_R: Tensor
@@ -84,6 +94,10 @@ class DMD2(PenalisedAlgorithm):
     teacher_guidance: classifier-free guidance of the teacher; 1 for none. The fake score has none.
     num_timesteps: K, steps drawn without repetition for each sample. min_level, max_level: noise levels of both scores
         are uniform between them. rows_per_forward: memory knob.
+    matching: where both scores are compared, `samples` at the student's images noised, `trajectory` at its next latents
+        noised further (TDM), of deterministic Euler steps.
+    trajectory_levels: of the levels of a next latent; `step` draws those of its own step, from its level up to that
+        before the step (TDM), so that no level is of two steps, `above` up to max_level (TDM-R1).
     Draws are made from counters (rollout, update, sample id), so they depend on neither devices nor batching.
     """
 
@@ -105,6 +119,8 @@ class DMD2(PenalisedAlgorithm):
         num_timesteps: PositiveInt = 1,
         min_level: OpenUnitInterval = 0.02,
         max_level: OpenUnitInterval = 0.98,
+        matching: Matching = "samples",
+        trajectory_levels: TrajectoryLevels = "step",
         rows_per_forward: PositiveInt | None = None,
         seed: Seed = 0,
         params: DiffusionSamplingParams | None = None,
@@ -124,6 +140,8 @@ class DMD2(PenalisedAlgorithm):
         self.num_timesteps = num_timesteps
         self.min_level = min_level
         self.max_level = max_level
+        self.matching: Matching = matching
+        self.trajectory_levels: TrajectoryLevels = trajectory_levels
         self.rows_per_forward = rows_per_forward
         self._params = params
         self._made: dict[tuple[int, tuple[str, ...]], Tensor] = {}
@@ -181,24 +199,26 @@ class DMD2(PenalisedAlgorithm):
     def noised(
         self, micro: MicroBatch, rows: slice, x: Tensor, purpose: str, *, min_level: float | None = None
     ) -> NoisedRows:
-        """The images x [R', ...] of these rows at noise levels drawn for `purpose`, between min_level (None: the
-        option) and max_level."""
+        """The images x [R', ...] of these rows, or the next latents that they imply, at noise levels drawn for
+        `purpose`, between min_level (None: the option) and max_level."""
         lowest = self.min_level if min_level is None else min_level
         keys, count = self._keys(micro), self.num_timesteps
         row_R = torch.arange(len(keys) * count)[rows]
         samples, own = row_R // count, (torch.arange(len(row_R)), row_R % count)
         names = [f"{keys[sample]}::{purpose}" for sample in samples.tolist()]
         draws_R = keyed_uniform([f"{name}::levels" for name in names], self.seed, (count,))[own]
-        level_R = (lowest + (self.max_level - lowest) * draws_R).to(x.device)
         noise = keyed_normal([f"{name}::noise" for name in names], self.seed, (count, *x.shape[1:]))[own].to(x)
         conditions = {name: item.select(samples) for name, item in micro.track.conditions.items()}
-        return NoisedRows(
-            interpolate(x, noise, level_R),
-            velocity_target(x, noise),
-            level_R,
-            conditions,
-            nearest_steps(micro.segment, level_R),
-        )
+        if self.matching == "samples":
+            level_R = (lowest + (self.max_level - lowest) * draws_R).to(x.device)
+            x_s, target = interpolate(x, noise, level_R), velocity_target(x, noise)
+        else:
+            before = TrajectoryRows.of(micro, samples, self.rows(micro)[1][rows])
+            at = StepLevels(before.sigma_R, micro.segment.sigmas.to(x.device)[before.step_R + 1])
+            level_R = at.drawn(draws_R.to(x.device), lowest, self.max_level, levels=self.trajectory_levels)
+            x_s = raised(next_latent(before.x_R, x, at), noise, at.after, level_R)
+            target = clean_target(x_s, x, level_R)
+        return NoisedRows(x_s, target, level_R, conditions, nearest_steps(micro.segment, level_R))
 
     def _direction(self, micro: MicroBatch, rows: slice, x: Tensor, metrics: RowMetrics) -> Tensor:
         """g at the images x, without gradients; both scores are asked at the same noised latents."""
@@ -218,7 +238,7 @@ class DMD2(PenalisedAlgorithm):
         return direction
 
     def _fake_loss(self, micro: MicroBatch, rows: slice, purpose: str, metrics: RowMetrics) -> Tensor:
-        """Sum over rows of mean (v_fake - (eps - x))^2."""
+        """Sum over rows of mean (v_fake - target)^2."""
         at = self.noised(micro, rows, self._made[_key(micro)][rows], purpose)
         v = self._velocity(at, at.conditions, dataclasses.replace(self._sampled(micro), guidance_scale=1.0))
         loss_R = velocity_distance(v, at.target)

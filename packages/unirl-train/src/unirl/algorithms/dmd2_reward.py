@@ -9,16 +9,18 @@ x_s = (1 - s) x + s eps, is added to DMD2's:
 
 with x_surrogate = x_s - s v_surrogate, guided by surrogate_guidance, and x_teacher = x_s - s v_teacher, not guided.
 Source: TDM-R1, Luo et al. 2026 (arXiv 2603.07700) and its code: the surrogate, this gradient with its divisor, and a
-sum with the gradient of the matching. The matching there is TDM's, here it is DMD2's.
+sum with the gradient of the matching. Its matching and the latents that its surrogate learns from are choices here
+(`matching: trajectory`, `surrogate_latents: trajectory`); by default the matching is DMD2's and the surrogate learns
+from samples.
 Legend: R rows, see `unirl.algorithms.dmd2`; units and groups, see `unirl.algorithms.dgpo`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,12 +30,15 @@ from unirl.algorithms.dgpo import DGPO
 from unirl.algorithms.dmd2 import DMD2, GuidanceScale, matching_direction
 from unirl.algorithms.forward_process import ForwardRows
 from unirl.algorithms.losses import velocity_distance
+from unirl.algorithms.trajectory_surrogate import TrajectoryDGPO
 from unirl.sde.forward import predict_x0
 from unirl.types.bounds import NonNegative, OpenUnitInterval, Positive, PositiveInt, PositiveOrInf, bounded
 from unirl.types.errors import ConfigError
 from unirl.types.protocols.models import DiffusionPipeline
 from unirl.types.protocols.training import CopyTrainer
 from unirl.types.training import OptimizerConfig
+
+SurrogateLatents = Literal["clean", "trajectory"]
 
 SURROGATE = "surrogate"
 """Name of the copy that learns the reward."""
@@ -61,6 +66,8 @@ class DMD2WithReward(DMD2):
     surrogate_optimizer: AdamW of the surrogate, under the backend's schedule.
     surrogate_max_grad_norm: its own clipping.
     surrogate_levels: noise levels, uniform between 0 and 1, that it trains at for each sample.
+    surrogate_latents: what it trains on, `clean` the samples, `trajectory` also latents on the way there, with less
+        weight (see `TrajectoryDGPO`) and at levels between reward_min_level and 1.
     surrogate_beta: how soon its loss fades as a group becomes ordered, `DGPO.beta`.
     surrogate_radius: how far its velocity may go from the teacher's, `DGPO.trust_radius`.
     surrogate_kl: weight of its mean squared distance from the teacher's velocity.
@@ -84,6 +91,7 @@ class DMD2WithReward(DMD2):
         surrogate_optimizer: OptimizerConfig,
         surrogate_max_grad_norm: PositiveOrInf = 1.0,
         surrogate_levels: PositiveInt = 2,
+        surrogate_latents: SurrogateLatents = "clean",
         surrogate_beta: Positive = 10.0,
         surrogate_radius: PositiveOrInf | None = 0.05,
         surrogate_kl: NonNegative = 0.001,
@@ -100,7 +108,8 @@ class DMD2WithReward(DMD2):
                 f"algorithm.reward_min_level = {reward_min_level} must be below algorithm.max_level = "
                 f"{self.max_level}: noise levels are drawn between them."
             )
-        self._surrogate = DGPO(
+        make = DGPO if surrogate_latents == "clean" else partial(TrajectoryDGPO, min_level=reward_min_level)
+        self._surrogate: DGPO = make(
             pipeline,
             policies,
             samples_per_group=samples_per_group,
@@ -134,7 +143,7 @@ class DMD2WithReward(DMD2):
             for _, rows in self._surrogate.forward_rows(micro):
                 with torch.no_grad(), self._policies.reference_policy():
                     v_reference = rows.velocity()
-                losses.append(functools.partial(self._surrogate_loss, micro, rows, v_reference, metrics))
+                losses.append(partial(self._surrogate_loss, micro, rows, v_reference, metrics))
         stats = self._policies.copy_step(SURROGATE, losses, sum(self._surrogate.num_terms(m.track) for m in micros))
         metrics.add("dmd2/surrogate_grad_norm", torch.tensor(stats.grad_norm), 1)
         metrics.add("dmd2/surrogate_skipped_fraction", torch.tensor(float(stats.is_skipped)), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unirl.algorithms.teacher_rules import latents_are_kept
 from unirl.types.recipe import Messages, Part, Run
+from unirl.types.sampling_rules import no_stochastic_steps
 
 
 def levels_are_in_order(own: Part, run: Run) -> Messages:
@@ -30,6 +31,29 @@ def scores_are_asked_anywhere(own: Part, run: Run) -> Messages:
         )
 
 
+def next_latents_are_the_students(own: Part, run: Run) -> Messages:
+    """Matching along the trajectory is of deterministic Euler steps, and nothing else draws levels of steps."""
+    matching, levels = own.get("matching", "samples"), own.get("trajectory_levels", "step")
+    if matching != "trajectory":
+        if levels != "step":
+            yield (
+                f"{own.at}.trajectory_levels = {levels} does nothing with {own.at}.matching = {matching}. Remove it, "
+                f"or set {own.at}.matching: trajectory."
+            )
+        return
+    if no_stochastic_steps(run.sampling) is None:
+        yield (
+            f"{own.at}.matching = trajectory noises where a deterministic step ends. Set sampling.eta: 0 (and "
+            f"scheduler: null), or {own.at}.matching: samples."
+        )
+    solver = run.sampling.get("post_solver", "euler")
+    if solver != "euler":
+        yield (
+            f"{own.at}.matching = trajectory noises where an Euler step ends, not one of sampling.post_solver = "
+            f"{solver}. Set post_solver: euler, or {own.at}.matching: samples."
+        )
+
+
 def teacher_can_be_guided(own: Part, run: Run) -> Messages:
     """A guided teacher reads a negative prompt."""
     yield from negative_prompt_is_there(own, run, "teacher_guidance")
@@ -52,4 +76,10 @@ def negative_prompt_is_there(own: Part, run: Run, option: str) -> Messages:
         )
 
 
-RULES = (levels_are_in_order, scores_are_asked_anywhere, teacher_can_be_guided, latents_are_kept)
+RULES = (
+    levels_are_in_order,
+    scores_are_asked_anywhere,
+    next_latents_are_the_students,
+    teacher_can_be_guided,
+    latents_are_kept,
+)
