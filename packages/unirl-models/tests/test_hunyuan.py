@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
@@ -17,7 +18,7 @@ from unirl.models.hunyuan_image.bundle import HunyuanImageBundle
 from unirl.models.hunyuan_image.pipeline import HunyuanImagePipeline as OurImagePipeline
 from unirl.models.hunyuan_video.bundle import HunyuanVideoImageBundle
 from unirl.models.hunyuan_video15 import text as video15_text
-from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle
+from unirl.models.hunyuan_video15.bundle import HunyuanVideo15Bundle, causal_attention_mask
 from unirl.models.hunyuan_video15.pipeline import HunyuanVideo15Pipeline as OurVideo15Pipeline
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.errors import ConfigError, DataError
@@ -49,6 +50,26 @@ def test_the_words_to_draw_are_the_stock_pipelines(prompt: str) -> None:
     for ours, theirs in ((video15_text.quoted, extract_glyph_texts), (image_text.quoted, extract_glyph_text)):
         words = ours(prompt)
         assert "".join(f'Text "{word}". ' for word in words) == (theirs(prompt) or "")
+
+
+@pytest.mark.parametrize(("frames", "size", "batch_size"), [(1, 4, None), (3, 5, 2), (4, 1, 1)])
+def test_the_mask_of_the_vae_is_the_stock_blocks(frames: int, size: int, batch_size: int | None) -> None:
+    stock: Any = HunyuanVideo15AttnBlock.prepare_causal_attention_mask  # says int where None is its default
+    expected = stock(frames, size, torch.bfloat16, "cpu", batch_size)
+    found = causal_attention_mask(frames, size, torch.bfloat16, torch.device("cpu"), batch_size)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_the_vae_decodes_as_the_stock_vae(folders: dict[str, Path]) -> None:
+    folder = folders["hunyuan_video15_t2v"]
+    own, stock = HunyuanVideo15Bundle(str(folder)).vae, stock_of(folder).vae
+    blocks = [module for module in own.modules() if isinstance(module, HunyuanVideo15AttnBlock)]
+    assert blocks
+    assert all(block.prepare_causal_attention_mask is causal_attention_mask for block in blocks)
+    latents = torch.randn(1, own.config.latent_channels, 3, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(own.decode(latents).sample, stock.decode(latents).sample)
 
 
 def test_texts_and_words_equal_the_stock_encoders(folders: dict[str, Path]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.diffusers_pipeline.lora_targets import JOINT_ATTENTION, JOINT_FEED_FORWARD
@@ -11,7 +14,10 @@ from unirl.models.token_plan import IMAGE, TEXT, TokenPlan, Tokens
 from unirl.types.errors import ConfigError
 
 with from_extra("diffusers"):
-    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
+        AutoencoderKLHunyuanVideo15,
+        HunyuanVideo15AttnBlock,
+    )
     from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
     from transformers import Qwen2_5_VLTextModel, SiglipVisionModel, T5EncoderModel
 
@@ -56,6 +62,9 @@ class HunyuanVideo15Bundle(DiffusersBundle):
 
     def after_loading(self) -> None:
         self.vae.enable_slicing()  # its attention takes one video at a time
+        for module in self.vae.modules():
+            if isinstance(module, HunyuanVideo15AttnBlock):
+                module.prepare_causal_attention_mask = causal_attention_mask
 
     def check_index(self) -> None:
         """Raises ConfigError for a mean-flow transformer and for a guider that does more than one scale says."""
@@ -82,3 +91,17 @@ class HunyuanVideo15ImageBundle(HunyuanVideo15Bundle):
     reads_media = True
     needs_media = True
     most_images = 1
+
+
+def causal_attention_mask(
+    n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+) -> Tensor:
+    """0 from each token to those of its frame and of earlier ones, else -inf, [B, N, N] or [N, N], N = n_frame n_hw.
+
+    Equal to that of diffusers' block, which writes it row by row: 50,000 operations for 121 frames of 480p.
+    """
+    num_tokens = n_frame * n_hw
+    mask = torch.full((num_tokens, num_tokens), float("-inf"), dtype=dtype, device=device)
+    for start in range(0, num_tokens, n_hw):
+        mask[start : start + n_hw, : start + n_hw] = 0
+    return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
