@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_fakes import TinyBundle, lora_config, make_backend, rows, run_backward, snapshot, train_step, whole
 
+from unirl.train.backend import policies
 from unirl.train.backend.state import COUNTERS
 from unirl.train.configs import EMAConfig, FSDPConfig, LoraConfig, LrSchedulerConfig, TrainTopology
 from unirl.train.export import Exporter
@@ -622,3 +623,16 @@ def test_a_bundle_of_experts_follows_the_ranks_where_it_is_sharded():
         assert sharded.any_rank is not None and sharded.any_rank(True) and not sharded.any_rank(False)
     finally:
         backend.close()
+
+
+@pytest.mark.parametrize("limit", [1, 40, 1 << 20])
+def test_shards_exchange_their_values_together_or_one_by_one(monkeypatch, limit):
+    monkeypatch.setattr(policies, "_EXCHANGED_BYTES", limit)
+    mine = [torch.randn(size) for size in (3, 1, 0, 20, 2)] + [torch.randn(4, 6, dtype=torch.float64).T]
+    copies = [torch.randn_like(each) for each in mine]
+    before, versions = [each.clone() for each in (*mine, *copies)], [each._version for each in mine]
+    places = [each.data_ptr() for each in (*mine, *copies)]
+    policies._exchange_values(list(zip(mine, copies, strict=True)))
+    assert all(torch.equal(now, then) for now, then in zip((*copies, *mine), before, strict=True))
+    assert [each.data_ptr() for each in (*mine, *copies)] == places
+    assert all(now._version > then for now, then in zip(mine, versions, strict=True))

@@ -19,6 +19,8 @@ CURRENT_POLICY = "default"
 """The policy that trains."""
 EMA_POLICY = "ema"
 REFERENCE_POLICY = "reference"
+_EXCHANGED_BYTES = 32 << 20
+"""Largest copy of several tensors that change places."""
 _RESERVED = (CURRENT_POLICY, EMA_POLICY, REFERENCE_POLICY)
 
 
@@ -166,11 +168,24 @@ def _are_alike(parameter: Tensor, copy: Tensor) -> bool:
 
 
 def _exchange_values(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """One tensor after the other, so that what is held in addition to them is the largest."""
+    """Small tensors together, in few launches; held in addition are `_EXCHANGED_BYTES`, or the largest tensor."""
+    waiting: list[tuple[Tensor, Tensor]] = []
+    num_bytes = 0
     for mine, copy in pairs:
-        own = mine.clone()
-        mine.copy_(copy)
-        copy.copy_(own)
+        if waiting and num_bytes + mine.nbytes > _EXCHANGED_BYTES:
+            _exchange_together(waiting)
+            waiting, num_bytes = [], 0
+        waiting.append((mine, copy))
+        num_bytes += mine.nbytes
+    if waiting:
+        _exchange_together(waiting)
+
+
+def _exchange_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    mine, copies = [one for one, _ in pairs], [copy for _, copy in pairs]
+    own = [one.clone() for one in mine]
+    torch._foreach_copy_(mine, copies)
+    torch._foreach_copy_(copies, own)
 
 
 def _change_places(pairs: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
