@@ -15,10 +15,12 @@ from safetensors.torch import load_file
 
 import unirl.worlds.moves.world
 import unirl.worlds.shapes.world
+import unirl.worlds.sounds.world
 from unirl.worlds.moves import world as moves
 
 SHAPES = Path(unirl.worlds.shapes.world.__file__).parent
 MOVES = Path(unirl.worlds.moves.world.__file__).parent
+SOUNDS = Path(unirl.worlds.sounds.world.__file__).parent
 
 MEASURED = ("latents_mean", "latents_std", "scaling_factor", "shift_factor")
 """What an autoencoder's configuration says of the latents that it has learned."""
@@ -70,12 +72,24 @@ SCRIPTS = {
         },
         MOVES / "checkpoint",
     ),
+    "sounds": Script(
+        "unirl.worlds.sounds.pretrain",
+        {"text": 2, "video": 4, "audio": 4, "vocoder": 2, "transformer": 2},
+        {
+            "unirl.worlds.sounds.pretrain.NUM_VIDEOS": 45,
+            "unirl.worlds.sounds.pretrain.NUM_SOUNDS": 30,
+            "unirl.worlds.sounds.pretrain.DRAWINGS": 1,
+            "unirl.worlds.sounds.pretrain.CAPTIONED": 2,
+        },
+        SOUNDS / "checkpoint",
+    ),
 }
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in ("edits", "moves") else ()) for name in SCRIPTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.nightly if name in ("edits", "moves", "sounds") else ()) for name in SCRIPTS],
 )
 def test_a_script_makes_a_folder_like_the_shipped_one_and_judges_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

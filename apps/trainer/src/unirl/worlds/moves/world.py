@@ -129,12 +129,12 @@ def sample_scene(spec: MovesSpec, rng: np.random.Generator, near_miss_fraction: 
     return _draw(scenes_for(spec), rng)
 
 
-def render(scene: Scene, rng: np.random.Generator, *, num_frames: int = NUM_FRAMES) -> np.ndarray:
-    """Draw a scene with jittered places and sizes; uint8 [num_frames, 3, 32, 32], black background, antialiased.
+def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+    """Draw a scene with jittered places and sizes; uint8 [NUM_FRAMES, 3, 32, 32], black background, antialiased.
 
     The jitter is across the motion and, for what stays, along both axes.
     """
-    video = np.zeros((num_frames, 3, IMAGE_SIDE, IMAGE_SIDE))
+    video = np.zeros((NUM_FRAMES, 3, IMAGE_SIDE, IMAGE_SIDE))
     for quadrant, moving in zip(QUADRANTS, scene, strict=True):
         if moving is None:
             continue
@@ -143,7 +143,7 @@ def render(scene: Scene, rng: np.random.Generator, *, num_frames: int = NUM_FRAM
         middle += rng.uniform(-_CENTER_JITTER, _CENTER_JITTER, 2) * (direction == 0)
         radius = rng.uniform(*_RADIUS_RANGE)
         color = np.array(PALETTE[moving.item.color])[:, None, None]
-        for frame, progress in enumerate(np.linspace(-0.5, 0.5, num_frames)):
+        for frame, progress in enumerate(np.linspace(-0.5, 0.5, NUM_FRAMES)):
             video[frame] += coverage(moving.item.shape, middle + progress * TRAVEL * direction, radius) * color
     return np.round(np.clip(video, 0, 1) * 255).astype(np.uint8)
 

@@ -1,25 +1,29 @@
 """The sounds world: every prompt, videos and sounds that fit it, ones that nearly fit it, and how they are drawn.
 
-What is seen is a scene of the moves world with one object. What is heard is a tone for each half of the sound. Videos
-and sounds are right or wrong independently of each other. `python -m unirl.worlds.sounds.world --out DIR` writes the
-prompt files.
+What is seen is one object of the moves world about the middle of a 32 x 32 video. What is heard is a tone for each half
+of the sound. Videos and sounds are right or wrong independently of each other. `python -m unirl.worlds.sounds.world
+--out DIR` writes the prompt files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
 from unirl.pretraining.prompt_files import split_keys, write_from_command_line, write_split
-from unirl.reward.worlds.moves_grammar import MovesSpec
+from unirl.reward.worlds.moves_grammar import COLORS, DIRECTIONS, MOTIONS, MovesSpec, MovingObject
+from unirl.reward.worlds.shapes_grammar import PALETTE, SHAPES, ShapeObject
 from unirl.reward.worlds.sounds_grammar import TONES, SoundsSpec, parse_prompt, prompt_of
-from unirl.worlds.moves import world as moves
+from unirl.worlds.shapes.world import IMAGE_SIDE, coverage
 
 NUM_FRAMES = 9
 """8k + 1, as LTX-2 wants it: two latent frames."""
+TRAVEL = 9.0
+"""Pixels from the first frame to the last, at constant speed."""
 RATE = 8000
 """Samples of sound per second."""
 HOP = 128
@@ -39,17 +43,21 @@ NEAR_MISS_FRACTION = 0.35
 Sound = tuple[str | None, str | None]
 """The tone of the first and of the second half; None is silence."""
 
+_CENTER_JITTER = 1.5
+_RADIUS_RANGE = (7.0, 8.0)
 _AMPLITUDES = (0.4, 0.8)
 
 
 def all_specs() -> list[SoundsSpec]:
     """Every request in a fixed order: 45 objects with their motions, each with three tones."""
-    return [SoundsSpec(video, tone) for video in video_specs() for tone in TONES]
+    return [SoundsSpec(MovesSpec((moving,)), tone) for moving in all_objects() for tone in TONES]
 
 
-def video_specs() -> list[MovesSpec]:
+def all_objects() -> list[MovingObject]:
     """What the video can be asked for."""
-    return [spec for spec in moves.all_specs() if spec.category == "single"]
+    return [
+        MovingObject(ShapeObject(color, shape), motion) for color in COLORS for shape in SHAPES for motion in MOTIONS
+    ]
 
 
 def all_prompts() -> list[str]:
@@ -78,19 +86,19 @@ def all_sounds() -> list[Sound]:
     return [(first, second) for first in TONES for second in TONES] + [(None, None)]
 
 
-def near_miss_video(spec: MovesSpec, rng: np.random.Generator) -> moves.Scene:
-    """A scene of one object that is wrong in its motion, colour or shape: what the moves world draws, without an extra
-    object."""
-    while True:
-        scene = moves.near_miss(spec, rng)
-        if sum(each is not None for each in scene) == 1:
-            return scene
+def near_miss_video(moving: MovingObject, rng: np.random.Generator) -> MovingObject:
+    """What is wrong for `moving` in one respect: its motion (half of them), its colour or its shape."""
+    fault, item = rng.random(), moving.item
+    if fault < 0.5:
+        return replace(moving, motion=_other(MOTIONS, moving.motion, rng))
+    if fault < 0.75:
+        return replace(moving, item=replace(item, color=_other(COLORS, item.color, rng)))
+    return replace(moving, item=replace(item, shape=_other(SHAPES, item.shape, rng)))
 
 
 def near_miss_sound(tone: str, rng: np.random.Generator) -> Sound:
     """A sound that is wrong for `tone`: another tone (half of them), another one in one half, or silence (a tenth)."""
-    others = [each for each in TONES if each != tone]
-    other = others[rng.integers(len(others))]
+    other = _other(tuple(TONES), tone, rng)
     fault = rng.random()
     if fault < 0.5:
         return other, other
@@ -99,12 +107,9 @@ def near_miss_sound(tone: str, rng: np.random.Generator) -> Sound:
     return None, None
 
 
-def sample_video(spec: MovesSpec, rng: np.random.Generator, near_miss_fraction: float) -> moves.Scene:
-    """A scene for the caption `spec`, wrong in one respect with probability `near_miss_fraction`."""
-    if rng.random() < near_miss_fraction:
-        return near_miss_video(spec, rng)
-    scenes = moves.scenes_for(spec)
-    return scenes[int(rng.integers(len(scenes)))]
+def sample_video(moving: MovingObject, rng: np.random.Generator, near_miss_fraction: float) -> MovingObject:
+    """What is shown for a caption of `moving`, wrong in one respect with probability `near_miss_fraction`."""
+    return near_miss_video(moving, rng) if rng.random() < near_miss_fraction else moving
 
 
 def sample_sound(tone: str, rng: np.random.Generator, near_miss_fraction: float) -> Sound:
@@ -112,9 +117,15 @@ def sample_sound(tone: str, rng: np.random.Generator, near_miss_fraction: float)
     return near_miss_sound(tone, rng) if rng.random() < near_miss_fraction else (tone, tone)
 
 
-def render_video(scene: moves.Scene, rng: np.random.Generator) -> np.ndarray:
-    """Draw a scene; uint8 [NUM_FRAMES, 3, 32, 32]."""
-    return moves.render(scene, rng, num_frames=NUM_FRAMES)
+def render_video(moving: MovingObject, rng: np.random.Generator) -> np.ndarray:
+    """Draw an object with jittered place and size; uint8 [NUM_FRAMES, 3, 32, 32], black background, antialiased."""
+    direction = np.array(DIRECTIONS[moving.motion])
+    middle = IMAGE_SIDE / 2 + rng.uniform(-_CENTER_JITTER, _CENTER_JITTER, 2)
+    radius = rng.uniform(*_RADIUS_RANGE)
+    places = [middle + progress * TRAVEL * direction for progress in np.linspace(-0.5, 0.5, NUM_FRAMES)]
+    masks = np.stack([coverage(moving.item.shape, place, radius) for place in places])
+    colored = masks[:, None] * np.array(PALETTE[moving.item.color])[:, None, None]
+    return np.round(np.clip(colored, 0, 1) * 255).astype(np.uint8)
 
 
 def render_sound(sound: Sound, rng: np.random.Generator) -> np.ndarray:
@@ -128,6 +139,11 @@ def render_sound(sound: Sound, rng: np.random.Generator) -> np.ndarray:
     phase = 2 * np.pi * np.arange(HOP) / HOP
     columns = [np.zeros(HOP) if tone is None else np.sin(harmonics[tone] * phase) for tone in halves]
     return (amplitude * np.concatenate(columns)).astype(np.float32)
+
+
+def _other(options: Sequence[str], taken: str, rng: np.random.Generator) -> str:
+    rest = [option for option in options if option != taken]
+    return rest[rng.integers(len(rest))]
 
 
 if __name__ == "__main__":
