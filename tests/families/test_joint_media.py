@@ -1,6 +1,6 @@
 """OmniNFT on a tiny LTX-2: each medium follows the reward that is routed to it.
 
-No small world has sound, so this stands for one: a random model, a reward of the frames and one of the waveform.
+A random model, a reward of the frames and one of the waveform: quicker than the sounds world, and either way round.
 """
 
 from __future__ import annotations
