@@ -97,11 +97,18 @@ def part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:  # Any: xdist's, which need not be installed
+    """Tell a process of xdist how tests are shared; there the option is always "no"."""
+    node.workerinput["dist"] = node.config.option.dist
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the part of `--part`, and begin the file of minutes first that would come late, and run alone."""
     if config.option.part is not None:
         k, n = config.option.part
-        whole_files = config.getoption("dist", "no") == "loadfile"
+        told = getattr(config, "workerinput", {"dist": config.getoption("dist", "no")})
+        whole_files = told["dist"] == "loadfile"
         names = {item: item.nodeid.partition("::")[0] if whole_files else item.nodeid for item in items}
         others = [item for item in items if zlib.crc32(names[item].encode()) % n != k]
         items[:] = [item for item in items if zlib.crc32(names[item].encode()) % n == k]
