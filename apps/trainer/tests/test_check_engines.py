@@ -99,6 +99,16 @@ def findings(name, *overrides):
             "does not serve HunyuanVideoImageBundle: SGLang 0.5.23 makes HunyuanVideo's videos of text alone (runtime/",
         ),
         (
+            "flux2_dev/grpo",
+            ["parts/engine=sglang_diffusion"],
+            "SGLangDiffusionEngine does not serve Flux2DevBundle: its pipeline of FLUX.2 dev has not been compared",
+        ),
+        (
+            "flux2_dev/grpo",
+            ["parts/engine=vllm_omni"],
+            "VLLMOmniEngine does not serve Flux2DevBundle: its pipeline of FLUX.2 dev has not been compared",
+        ),
+        (
             VLLM,
             [SGLANG, *REMOTE, "engine.engine_args=null"],
             "engine.url = http://10.0.0.1:30000 is another host, and engine.transfer_dir = /dev/shm is memory of this",

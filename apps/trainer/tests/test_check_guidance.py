@@ -11,7 +11,7 @@ from unirl.config.runs import run_of
 
 FLUX1, FILL = "flux1/flowgrpo", "flux1/fill_pickscore"
 HUNYUAN, HUNYUAN_I2V = "hunyuan_video/t2v_grpo", "hunyuan_video/i2v_nft"
-KLEIN, Z_IMAGE = "flux2_klein/grpo", "z_image/nft"
+KLEIN, DEV, Z_IMAGE = "flux2_klein/grpo", "flux2_dev/grpo", "z_image/nft"
 SCHNELL = "bundle.pretrained_model=black-forest-labs/FLUX.1-schnell"
 TURBO = "bundle.pretrained_model=Tongyi-MAI/Z-Image-Turbo"
 NO_INPUT = "sampling.distilled_guidance_scale=null"
@@ -56,6 +56,12 @@ def findings(name, *overrides):
             ["bundle.pretrained_model=black-forest-labs/FLUX.2-klein-9B", "sampling.guidance_scale=4"],
             "FLUX.2-klein-9B is distilled to sample without guidance; got guidance_scale = 4",
         ),
+        (
+            DEV,
+            [NO_INPUT],
+            "FLUX.2-dev takes its guidance as an input. Set sampling.distilled_guidance_scale (released with",
+        ),
+        (DEV, GUIDED, "FLUX.2-dev is distilled to sample without guidance; got guidance_scale = 3"),
         (Z_IMAGE, [TURBO], "bundle.is_distilled = false, but Tongyi-MAI/Z-Image-Turbo is distilled"),
         (
             Z_IMAGE,
@@ -69,7 +75,7 @@ def test_guidance_that_a_checkpoint_does_not_take_is_refused(name, overrides, me
     assert [each for each in found if message in each], found
 
 
-@pytest.mark.parametrize("name", [FLUX1, FILL, HUNYUAN, HUNYUAN_I2V, KLEIN, Z_IMAGE])
+@pytest.mark.parametrize("name", [FLUX1, FILL, HUNYUAN, HUNYUAN_I2V, KLEIN, DEV, Z_IMAGE])
 def test_recipes_say_the_guidance_that_their_checkpoints_take(name):
     assert not findings(name)
 

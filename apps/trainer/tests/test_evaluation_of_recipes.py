@@ -24,6 +24,7 @@ RELEASED = {
     "black-forest-labs/FLUX.1-Fill-dev": (50, 1.0),
     "black-forest-labs/FLUX.1-Kontext-dev": (28, 1.0),
     "black-forest-labs/FLUX.1-dev": (28, 1.0),
+    "black-forest-labs/FLUX.2-dev": (50, 1.0),
     "hunyuanvideo-community/HunyuanVideo": (50, 1.0),
     "hunyuanvideo-community/HunyuanVideo-I2V": (50, 1.0),
     "black-forest-labs/FLUX.2-klein-4B": (4, 1.0),
@@ -43,6 +44,7 @@ DISTILLED = {
     "black-forest-labs/FLUX.1-Fill-dev": 30.0,
     "black-forest-labs/FLUX.1-Kontext-dev": 2.5,
     "black-forest-labs/FLUX.1-dev": 3.5,
+    "black-forest-labs/FLUX.2-dev": 4.0,
     "hunyuanvideo-community/HunyuanVideo": 6.0,
     "hunyuanvideo-community/HunyuanVideo-I2V": 1.0,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from unirl.models.flux2.bundle import Flux2DevBundle
 from unirl.models.flux2_klein.bundle import Flux2KleinBundle
 from unirl.models.flux2_klein.pipeline import Flux2KleinPipeline
 from unirl.sde.kernels import FlowSDEStrategy
@@ -16,6 +17,14 @@ from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 
 from .families.kit import families, stock_of
+
+
+@pytest.fixture(scope="module")
+def dev(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Read-only."""
+    folder = tmp_path_factory.mktemp("flux") / "dev"
+    families()["flux2_dev"].tiny().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,45 @@ def test_texts_of_flux2_equal_the_stock_encoders_bit_for_bit(klein: Path) -> Non
         expected, _ = stock_of(klein).encode_prompt(texts, max_sequence_length=64)
     assert isinstance(found, TextEmbedCondition)
     assert torch.equal(found.embeds, expected) and found.attention_mask is None
+
+
+def test_texts_of_flux2_dev_equal_the_stock_encoders_bit_for_bit(dev: Path) -> None:
+    """Images that a text names are taken out, and long texts are cut, the system message counted."""
+    family, texts = families()["flux2_dev"], ["a red cat", "fo[IMG]g", "long " * 40]
+    pipeline = family.pipeline(family.bundle(str(dev)), FlowSDEStrategy())
+    found = pipeline.encode({"text": Texts(texts=texts)}, family.sampling())["text"]
+    with torch.no_grad():
+        expected, _ = stock_of(dev).encode_prompt(texts, max_sequence_length=288)
+    assert isinstance(found, TextEmbedCondition) and found.attention_mask is None
+    assert found.embeds.shape == (3, 288, 48) and torch.equal(found.embeds, expected)
+
+
+def test_flux2_dev_takes_its_guidance_as_an_input_and_no_other(dev: Path) -> None:
+    family = families()["flux2_dev"]
+    pipeline = family.pipeline(family.bundle(str(dev)), FlowSDEStrategy())
+    with pytest.raises(ConfigError, match=r"takes its guidance as an input.*\(released with 4;"):
+        pipeline.latent_shape(family.sampling(distilled_guidance_scale=None))
+    with pytest.raises(ConfigError, match="guidance_scale"):
+        pipeline.latent_shape(family.sampling(guidance_scale=4.0, negative_prompt=""))
+    params = family.sampling()
+    noise = torch.randn(1, *pipeline.latent_shape(params), generator=torch.Generator().manual_seed(0))
+    sigma, step = torch.tensor([0.5]), torch.tensor([0])
+    with pipeline.evaluating():
+        conditions = pipeline.encode({"text": Texts(texts=["fog"])}, params)
+        weak, strong = (
+            pipeline.velocity(conditions, noise, sigma, step, family.sampling(distilled_guidance_scale=scale))
+            for scale in (1.0, 4.0)
+        )
+    assert not torch.allclose(weak, strong, atol=1e-4)
+
+
+def test_a_text_encoder_too_shallow_for_flux2_dev_is_refused(dev: Path, tmp_path: Path) -> None:
+    from .families.flux2 import mistral3
+
+    folder = Path(shutil.copytree(dev, tmp_path / "shallow"))
+    mistral3(num_hidden_layers=2).save_pretrained(folder / "text_encoder")
+    with pytest.raises(ConfigError, match=r"text_encoder has 2 layers; FLUX.2 dev reads .*\(10, 20, 30\)"):
+        Flux2DevBundle(str(folder))
 
 
 def test_a_distilled_flux2_refuses_guidance_and_negative_prompts(klein: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from torch import Tensor
 
 from unirl.models.diffusers_pipeline.references import cropped, packed_references, pictures_of, resized, stacked
-from unirl.models.flux2_klein.adapter import LARGEST_AREA, fitted
+from unirl.models.flux2.adapter import LARGEST_AREA, fitted
 from unirl.models.ragged_rows import in_groups
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.types.errors import ConfigError, DataError

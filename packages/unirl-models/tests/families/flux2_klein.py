@@ -52,18 +52,23 @@ def tiny(**changes: Any) -> Any:
             head_dim=8,
         ),
         tokenizer=text_tokenizer(),
-        transformer=diffusers.Flux2Transformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=48,
-            axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=False,
-        ),
+        transformer=tiny_transformer(guidance_embeds=False),
         **changes,
+    )
+
+
+def tiny_transformer(*, guidance_embeds: bool) -> Any:
+    """One block of each kind; texts of three layers of width 16."""
+    return diffusers.Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
     )
 
 

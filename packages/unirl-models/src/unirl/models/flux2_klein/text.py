@@ -1,55 +1,21 @@
-"""Text of FLUX.2 Klein: three hidden states of Qwen3 end to end, padding included.
-
-Equal to Flux2KleinPipeline.encode_prompt of diffusers. The transformer attends to the padding too, so the number of
-tokens is part of what the model sees. Shape letters: see `unirl.models`.
-"""
+"""Text of FLUX.2 Klein: Qwen3, see `unirl.models.flux2.text`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from unirl.models.diffusers_pipeline.text import TextEncoders, user_turns
-from unirl.models.extras import from_extra
+from unirl.models.diffusers_pipeline.text import user_turns
+from unirl.models.flux2.text import LayersOfTextEncoder
 from unirl.types.conditions import TextEmbedCondition
-from unirl.types.errors import ConfigError
-
-with from_extra("diffusers"):
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-READ_LAYERS = (9, 18, 27)
-"""Hidden states that the transformer reads; 0 is the embedding."""
 
 
-class Flux2KleinTextEncoders(TextEncoders):
-    """Texts of exactly `max_sequence_length` tokens, [B, L, 3 D], without a mask."""
+class Flux2KleinTextEncoders(LayersOfTextEncoder):
+    """The prompt as the turn of a user, up to where an answer without thinking begins."""
 
-    def __init__(
-        self,
-        encoders: Mapping[str, PreTrainedModel | None],
-        tokenizers: Mapping[str, PreTrainedTokenizerBase | None],
-    ) -> None:
-        super().__init__(encoders, tokenizers)
-        num_layers = self.encoders["text_encoder"].config.num_hidden_layers
-        if num_layers < READ_LAYERS[-1]:
-            raise ConfigError(
-                f"text_encoder has {num_layers} layers; FLUX.2 Klein reads its hidden states {READ_LAYERS}. Use a "
-                "complete Flux2KleinPipeline folder."
-            )
+    read_layers = (9, 18, 27)
+    family = "FLUX.2 Klein"
+    pipeline_class = "Flux2KleinPipeline"
 
     def _encode(self, texts: Sequence[str], max_sequence_length: int) -> TextEmbedCondition:
         turns = user_turns(self.tokenizers["tokenizer"], texts, enable_thinking=False)
-        tokens = self.tokens(turns, max_sequence_length)
-        # The body alone: the logits of 150,000 words are not read.
-        hidden = (
-            self.encoders["text_encoder"]
-            .model(
-                input_ids=tokens.input_ids,
-                attention_mask=tokens.attention_mask,
-                output_hidden_states=True,
-                use_cache=False,
-            )
-            .hidden_states
-        )
-        return TextEmbedCondition(embeds=torch.cat([hidden[layer] for layer in READ_LAYERS], dim=-1))
+        return self.read(self.encoders["text_encoder"].model, turns, max_sequence_length)

@@ -212,6 +212,8 @@ OF_CLASSES: Mapping[str, Settings] = {
     "Qwen3ForCausalLM": QWEN3_4B,
     "Qwen3MoeForCausalLM": QWEN3_30B_A3B,
     "Gemma2Model": _GEMMA2_2B,
+    # The class's defaults are Mistral Small 3.1 but for this, from memory.
+    "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
     "LlamaModel": _LLAMA3_8B,
     "LlavaForConditionalGeneration": {
         "text_config": {"model_type": "llama", **_LLAMA3_8B},

@@ -91,7 +91,7 @@ def write_configurations(hub_id: str, folder: Path) -> None:
         place = folder / name
         place.mkdir(exist_ok=True)
         library, class_name = entry
-        if "okenizer" in class_name:
+        if "okenizer" in class_name or name.startswith("tokenizer"):  # or a processor with one
             _tokenizer(class_name).save_pretrained(place)
             index[name] = ["transformers", "PreTrainedTokenizerFast"]
         elif library == "transformers" and class_name.endswith("Processor"):

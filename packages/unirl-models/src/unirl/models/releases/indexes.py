@@ -43,14 +43,17 @@ _FLUX1: Index = {
     "transformer": "diffusers.FluxTransformer2DModel",
     "vae": _KL,
 }
-_KLEIN: Index = {
-    "_class_name": "Flux2KleinPipeline",
-    "is_distilled": False,
+_FLUX2: Index = {
     "scheduler": _EULER,
-    "text_encoder": "transformers.Qwen3ForCausalLM",
-    "tokenizer": "transformers.Qwen2TokenizerFast",
     "transformer": "diffusers.Flux2Transformer2DModel",
     "vae": "diffusers.AutoencoderKLFlux2",
+}
+_KLEIN: Index = {
+    **_FLUX2,
+    "_class_name": "Flux2KleinPipeline",
+    "is_distilled": False,
+    "text_encoder": "transformers.Qwen3ForCausalLM",
+    "tokenizer": "transformers.Qwen2TokenizerFast",
 }
 _QWEN_IMAGE: Index = {
     "_class_name": "QwenImagePipeline",
@@ -161,6 +164,13 @@ INDEXES: Mapping[str, Index] = {
         "image_encoder": None,
     },
     "black-forest-labs/FLUX.1-Fill-dev": {**_FLUX1, "_class_name": "FluxFillPipeline"},
+    # Classes of the docstring of the stock pipeline.
+    "black-forest-labs/FLUX.2-dev": {
+        **_FLUX2,
+        "_class_name": "Flux2Pipeline",
+        "text_encoder": "transformers.Mistral3ForConditionalGeneration",
+        "tokenizer": "transformers.PixtralProcessor",
+    },
     "black-forest-labs/FLUX.2-klein-base-4B": _KLEIN,
     "black-forest-labs/FLUX.2-klein-base-9B": _KLEIN,
     "Qwen/Qwen-Image": _QWEN_IMAGE,

@@ -9,6 +9,10 @@ from unirl.types.recipe import Messages, Part, Run
 
 Rule = Callable[[Part, Run], Messages]
 
+FLUX2_DEV_IS_NOT_COMPARED = (
+    "its pipeline of FLUX.2 dev has not been compared with the model that trains, and is not called."
+)
+
 
 def family_is_served(
     bundles: tuple[str, ...],

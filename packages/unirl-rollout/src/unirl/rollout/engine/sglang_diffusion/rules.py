@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, REPLICA, TRANSFORMER
 from unirl.rollout.engine.served_latents.rules import (
+    FLUX2_DEV_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
@@ -93,7 +94,11 @@ RULES = (
             "ZImageBundle",
         ),
         without=("WanAnimateBundle",),
-        reasons={"QwenImageEditBundle": EDITS_ALONE, "HunyuanVideoImageBundle": TEXTS_ALONE},
+        reasons={
+            "QwenImageEditBundle": EDITS_ALONE,
+            "HunyuanVideoImageBundle": TEXTS_ALONE,
+            "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
+        },
     ),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),
     sampling_is_served,

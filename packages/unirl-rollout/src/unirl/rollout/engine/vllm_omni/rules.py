@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unirl.rollout.engine.served_latents.rules import (
+    FLUX2_DEV_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
@@ -27,7 +28,7 @@ KERNELS = ("FlowSDEStrategy", "CPSSDEStrategy", "DanceSDEStrategy", "DDIMStrateg
 
 
 RULES = (
-    family_is_served(BUNDLES, without=("WanAnimateBundle",)),
+    family_is_served(BUNDLES, without=("WanAnimateBundle",), reasons={"Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED}),
     kernel_is_served(KERNELS),
     sampling_is_served,
     experts_switch_as_released,
