@@ -20,6 +20,7 @@ NAMES = {
     "hunyuan_video15": "HunyuanVideo and 1.5",
     "ltx2": "LTX-2",
     "qwen3": "Qwen3 dense",
+    "qwen3_5": "Qwen3.5",
     "qwen3_omni": "Qwen3-Omni",
     "qwen_image": "Qwen-Image",
     "qwen_image_edit": "Qwen-Image-Edit",

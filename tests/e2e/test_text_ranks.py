@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from text_ranks import (
+    CASES,
     PARAMS,
     PROMPTS,
     pictures,
@@ -29,13 +30,6 @@ from unirl.worlds.shapes.questions import pretrain
 
 ranks_of_train: Any = importlib.import_module("ranks")
 pytestmark = pytest.mark.slow
-CASES = {
-    "tied-full": ("tied", False),
-    "untied-full": ("untied", False),
-    "untied-lora": ("untied", True),
-    "vision-full": ("vision", False),
-    "vision-lora": ("vision", True),
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text-ranks")
     for name in ("tied", "untied"):
         save_model(folder / name, is_tied=name == "tied")
+    save_model(folder / "linear", has_linear=True)
     pretrain.save_random_model(folder / "vision")
     free = sample_and_differentiate(folder / "untied", slice(0, 4), PARAMS, lora=False)
     # End the first two samples early, and so the first rank before the second.

@@ -30,8 +30,10 @@ DIFFUSERS = ["sd3", "wan22_t2v"]
 LANGUAGE: dict[str, Callable[[], Any]] = {
     "qwen3_tied": lambda: tiny_text.qwen3(tie_word_embeddings=True),
     "qwen3_moe": lambda: tiny_text.qwen3_moe(),
+    "qwen3_5": lambda: tiny_text.qwen3_5(),
 }
-"""One whose output projection is its embedding, and one whose experts are stacked as they are loaded."""
+"""One whose output projection is its embedding, one whose experts are stacked as they are loaded, and one that has
+parameters besides projections and norms."""
 PACKED: dict[str, tuple[Callable[..., Any], Callable[[Path], Any]]] = {
     "bagel": (partial(BagelBundle, trains="both"), tiny_bagel.save_bagel),
     "hunyuan_image3": (partial(HunyuanImage3Bundle, trains="all"), tiny_hunyuan_image3.save_hunyuan_image3),

@@ -11,6 +11,7 @@ from unirl.config.runs import run_of
 
 SHAPES, REPLICA, TEXTS = "worlds/shapes/flowgrpo", "worlds/shapes/replica", "worlds/arithmetic/grpo"
 FOUR = ["runtime=ray", "num_devices=4"]
+LINEAR = "bundle._target_=unirl.models.qwen3_5.bundle.Qwen35Bundle"
 EXPERTS = "bundle._target_=unirl.models.qwen3.bundle.Qwen3MoeBundle"
 IMAGES, DRAWS = "worlds/questions/grpo", "sana/flowgrpo"
 CLASS = "+backend.topology._target_=unirl.train.configs.TrainTopology"
@@ -90,6 +91,16 @@ def findings(name, *overrides):
         (SHAPES, ["+backend.topology.tp=2"], "backend.topology.tp = 2: the layers of "),
         (IMAGES, ["+backend.topology.tp=2"], "tp = 2: the layers of QwenVLBundle cannot be divided among ranks."),
         (TEXTS, [EXPERTS, "+backend.topology.tp=2"], "the layers of Qwen3MoeBundle cannot be divided among ranks."),
+        (
+            TEXTS,
+            [LINEAR, "+backend.topology.tp=2"],
+            "the layers of Qwen35Bundle cannot be divided among ranks: its linear attention carries a state and",
+        ),
+        (
+            TEXTS,
+            [LINEAR, "+backend.topology.sp=2"],
+            "the tokens of Qwen35Bundle cannot be spread over ranks: its linear attention carries a state and",
+        ),
         (
             TEXTS,
             ["+backend.topology.tp=2", "+backend.fsdp.compile=true"],

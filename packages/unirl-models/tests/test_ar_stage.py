@@ -1,6 +1,7 @@
 """Sampling and replay against transformers' own forward and generate, in float32 on a CPU.
 
-Two computations of one log-prob differ by the order in which float32 sums are taken: some 1e-6 at |logp| below 20.
+Two computations of one log-prob differ by the order in which float32 sums are taken: some 1e-6 at |logp| below 20, and
+1e-5 where linear attention goes token by token in one and by solving for 64 tokens at once in the other.
 """
 
 import copy
@@ -15,6 +16,8 @@ import transformers
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.qwen3.pipeline import Qwen3Pipeline
+from unirl.models.qwen3_5.bundle import Qwen35Bundle
+from unirl.models.qwen3_5.pipeline import Qwen35Pipeline
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.types.conditions import PromptCondition
@@ -24,12 +27,37 @@ from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
 
-from .tiny_text import qwen3, save_text_model
+from .tiny_text import qwen3, qwen3_5, save_text_model
 
-ROUNDING = 3e-6
 PARAMS = ARSamplingParams(temperature=0.8, max_new_tokens=12, seed=5)
 PROMPTS = ["hi", "what is 17 + 25?", "hi", "a much longer prompt, to pad the others: " * 3]
 KEYS = ["r0:a", "r0:b", "r0:c", "r0:d"]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, request, tmp_path_factory):
+    """Read-only."""
+    if family == "qwen3":
+        return request.getfixturevalue("qwen3_folder")
+    return save_text_model(qwen3_5(), tmp_path_factory.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def pipeline(family, folder, request):
+    """Read-only."""
+    if family == "qwen3":
+        return request.getfixturevalue("qwen3_pipeline")
+    return Qwen35Pipeline(Qwen35Bundle(str(folder)))
+
+
+def rounding(pipeline) -> float:
+    """How far two computations of one log-prob may be apart."""
+    return 4e-5 if pipeline.bundle.recurrent_class_names else 3e-6
 
 
 def sampled(pipeline, prompts=PROMPTS, keys=KEYS, params=PARAMS, **kwargs) -> tuple[Any, TextSegment]:
@@ -40,7 +68,7 @@ def sampled(pipeline, prompts=PROMPTS, keys=KEYS, params=PARAMS, **kwargs) -> tu
 
 def own(pipeline, **kwargs):
     """A pipeline of the same weights whose gradients or weights a test may change."""
-    return Qwen3Pipeline(Qwen3Bundle(pipeline.bundle.pretrained_model), **kwargs)
+    return type(pipeline)(type(pipeline.bundle)(pipeline.bundle.pretrained_model), **kwargs)
 
 
 def reference_logp(folder, prompt, completion, temperature) -> torch.Tensor:
@@ -55,58 +83,58 @@ def model_logp(model, prompt, completion, temperature) -> torch.Tensor:
     return (logits / temperature).log_softmax(-1).gather(-1, completion[:, None]).squeeze(-1)
 
 
-def test_log_probs_are_those_of_the_librarys_own_model(qwen3_pipeline, qwen3_folder):
-    conditions, segment = sampled(qwen3_pipeline)
-    replayed = qwen3_pipeline.replay(conditions, segment, PARAMS)
+def test_log_probs_are_those_of_the_librarys_own_model(pipeline, folder):
+    conditions, segment = sampled(pipeline)
+    replayed = pipeline.replay(conditions, segment, PARAMS)
     for row, (prompt, completion) in enumerate(
         zip(conditions["prompt"].unpack("tokens"), segment.unpack("tokens"), strict=True)
     ):
-        expected = reference_logp(qwen3_folder, prompt, completion, 0.8).float()
-        torch.testing.assert_close(segment.unpack("log_probs")[row], expected, rtol=0, atol=ROUNDING)
+        expected = reference_logp(folder, prompt, completion, 0.8).float()
+        torch.testing.assert_close(segment.unpack("log_probs")[row], expected, rtol=0, atol=rounding(pipeline))
         cut = slice(*segment.cu_seqlens[row : row + 2].tolist())
-        torch.testing.assert_close(replayed.logp_N[cut].detach(), expected, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(replayed.logp_N[cut].detach(), expected, rtol=0, atol=rounding(pipeline))
 
 
-def test_a_replay_of_the_same_samples_gives_the_same_bits(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
-    first, again = (qwen3_pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
+def test_a_replay_of_the_same_samples_gives_the_same_bits(pipeline):
+    conditions, segment = sampled(pipeline)
+    first, again = (pipeline.replay(conditions, segment, PARAMS) for _ in range(2))
     assert torch.equal(first.logp_N, again.logp_N)
     assert torch.equal(first.entropy_N, again.entropy_N)
     with torch.no_grad():
-        assert torch.equal(qwen3_pipeline.replay(conditions, segment, PARAMS).logp_N, first.logp_N)
+        assert torch.equal(pipeline.replay(conditions, segment, PARAMS).logp_N, first.logp_N)
 
 
-def test_a_sample_does_not_depend_on_its_batch(qwen3_pipeline):
-    _, together = sampled(qwen3_pipeline)
+def test_a_sample_does_not_depend_on_its_batch(pipeline):
+    _, together = sampled(pipeline)
     order = [3, 0, 2, 1]
-    _, shuffled = sampled(qwen3_pipeline, [PROMPTS[i] for i in order], [KEYS[i] for i in order])
+    _, shuffled = sampled(pipeline, [PROMPTS[i] for i in order], [KEYS[i] for i in order])
     assert torch.equal(shuffled.tokens, together.select(order).tokens)
     for row in range(4):
-        _, alone = sampled(qwen3_pipeline, [PROMPTS[row]], [KEYS[row]])
+        _, alone = sampled(pipeline, [PROMPTS[row]], [KEYS[row]])
         assert torch.equal(alone.tokens, together.unpack("tokens")[row])
-        torch.testing.assert_close(alone.log_probs, together.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(alone.log_probs, together.unpack("log_probs")[row], rtol=0, atol=rounding(pipeline))
 
 
 @pytest.mark.parametrize("prompts", [["one", "two", "three"], ["b", "a", "b", "c", "a"]])
-def test_every_sample_follows_its_own_prompt(qwen3_pipeline, prompts):
+def test_every_sample_follows_its_own_prompt(pipeline, prompts):
     """Equal prompts are read once and distinct ones each by itself, in whatever order they come."""
     keys = [f"k{i}" for i in range(len(prompts))]
-    conditions, segment = sampled(qwen3_pipeline, prompts, keys)
-    replayed = qwen3_pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(replayed.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    conditions, segment = sampled(pipeline, prompts, keys)
+    replayed = pipeline.replay(conditions, segment, PARAMS)
+    torch.testing.assert_close(replayed.logp_N.detach(), segment.log_probs, rtol=0, atol=rounding(pipeline))
 
 
-def test_samples_of_one_prompt_differ_by_their_keys_alone(qwen3_pipeline):
-    _, segment = sampled(qwen3_pipeline, ["hi"] * 3, ["x", "y", "x"])
+def test_samples_of_one_prompt_differ_by_their_keys_alone(pipeline):
+    _, segment = sampled(pipeline, ["hi"] * 3, ["x", "y", "x"])
     first, second, third = segment.unpack("tokens")
     assert torch.equal(first, third) and not torch.equal(first, second)
 
 
-def test_greedy_sampling_is_the_librarys(qwen3_pipeline, qwen3_folder):
+def test_greedy_sampling_is_the_librarys(pipeline, folder):
     greedy = replace(PARAMS, temperature=0)
-    conditions, segment = sampled(qwen3_pipeline, params=greedy)
+    conditions, segment = sampled(pipeline, params=greedy)
     assert segment.log_probs is None
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, completion in zip(conditions["prompt"].unpack("tokens"), segment.unpack("tokens"), strict=True):
         out = model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False, max_new_tokens=12
@@ -114,12 +142,12 @@ def test_greedy_sampling_is_the_librarys(qwen3_pipeline, qwen3_folder):
         assert torch.equal(out[0, len(prompt) :], completion)
 
 
-def test_a_sample_ends_with_its_stop_token_and_the_others_go_on(qwen3_pipeline):
+def test_a_sample_ends_with_its_stop_token_and_the_others_go_on(pipeline):
     """A token that some sample draws in its middle, made a stop token, ends every sample at its first place."""
-    _, free = sampled(qwen3_pipeline)
+    _, free = sampled(pipeline)
     stop = int(free.unpack("tokens")[1][4])
     params = replace(PARAMS, stop_token_ids=(stop,))
-    _, segment = sampled(qwen3_pipeline, params=params)
+    _, segment = sampled(pipeline, params=params)
     assert segment.status is not None
     rows = zip(free.unpack("tokens"), segment.unpack("tokens"), segment.status.tolist(), strict=True)
     lengths = set()
@@ -131,11 +159,11 @@ def test_a_sample_ends_with_its_stop_token_and_the_others_go_on(qwen3_pipeline):
     assert len(lengths) > 1 and 5 in lengths
 
 
-def test_the_models_own_end_of_sequence_stops_too(qwen3_pipeline):
-    end = qwen3_pipeline.bundle.tokenizer.eos_token_id
-    assert qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9, 3))) == (3, 9, end)
+def test_the_models_own_end_of_sequence_stops_too(pipeline):
+    end = pipeline.bundle.tokenizer.eos_token_id
+    assert pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9, 3))) == (3, 9, end)
     with pytest.raises(ConfigError, match=r"\[9999\] lie beyond the vocabulary of 272"):
-        qwen3_pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9999,)))
+        pipeline.stop_token_ids(replace(PARAMS, stop_token_ids=(9999,)))
 
 
 def ending_after(num_tokens: int):
@@ -145,11 +173,11 @@ def ending_after(num_tokens: int):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 11])
-def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(qwen3_pipeline, num_tokens):
-    stop = int(sampled(qwen3_pipeline)[1].unpack("tokens")[1][2])
+def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(pipeline, num_tokens):
+    stop = int(sampled(pipeline)[1].unpack("tokens")[1][2])
     params = replace(PARAMS, stop_token_ids=(stop,))
-    conditions, whole = sampled(qwen3_pipeline, params=params)
-    _, begun = sampled(qwen3_pipeline, params=params, is_ending=ending_after(num_tokens))
+    conditions, whole = sampled(pipeline, params=params)
+    _, begun = sampled(pipeline, params=params, is_ending=ending_after(num_tokens))
     assert begun.status is not None and whole.status is not None
     rows = (begun.status == SegmentStatus.ABORTED).nonzero().flatten().tolist()
     kept = [begun.unpack("tokens")[row] for row in rows]
@@ -157,8 +185,8 @@ def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(qwe
     prompts = [
         torch.cat([conditions["prompt"].unpack("tokens")[row], own]) for row, own in zip(rows, kept, strict=True)
     ]
-    with qwen3_pipeline.evaluating():
-        more = qwen3_pipeline.generate(
+    with pipeline.evaluating():
+        more = pipeline.generate(
             {"prompt": PromptCondition.pack(tokens=prompts)},
             params,
             noise_keys=[KEYS[row] for row in rows],
@@ -168,7 +196,7 @@ def test_what_was_ended_early_goes_on_with_the_tokens_that_it_would_have_had(qwe
     for new, row in enumerate(rows):
         assert torch.equal(torch.cat([kept[new], more.unpack("tokens")[new]]), whole.unpack("tokens")[row])
         log_probs = torch.cat([begun.unpack("log_probs")[row], more.unpack("log_probs")[new]])
-        torch.testing.assert_close(log_probs, whole.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(log_probs, whole.unpack("log_probs")[row], rtol=0, atol=rounding(pipeline))
 
 
 def in_turns(pipeline, lengths, params, change=lambda number: None):
@@ -205,32 +233,32 @@ def in_turns(pipeline, lengths, params, change=lambda number: None):
 
 
 @pytest.mark.parametrize("lengths", [[5], [1, 0, 4], [3, 3, 3]])
-def test_what_is_kept_goes_on_without_a_prefill_with_the_tokens_that_it_would_have_had(qwen3_pipeline, lengths):
-    stop = int(sampled(qwen3_pipeline)[1].unpack("tokens")[1][2])
+def test_what_is_kept_goes_on_without_a_prefill_with_the_tokens_that_it_would_have_had(pipeline, lengths):
+    stop = int(sampled(pipeline)[1].unpack("tokens")[1][2])
     params = replace(PARAMS, stop_token_ids=(stop,))
     read = list[int]()
-    model = qwen3_pipeline.bundle.model
+    model = pipeline.bundle.model
     handle = model.register_forward_pre_hook(
         lambda *given: read.append(given[2]["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        _, written, log_probs, num_held = in_turns(qwen3_pipeline, lengths, params)
+        _, written, log_probs, num_held = in_turns(pipeline, lengths, params)
     finally:
         handle.remove()
     assert num_held == len(lengths) and [width > 1 for width in read] == [True] + [False] * (len(read) - 1)
-    _, whole = sampled(qwen3_pipeline, params=params)
+    _, whole = sampled(pipeline, params=params)
     assert len(set(whole.lengths.tolist())) > 1
     for row in range(len(PROMPTS)):
         assert torch.equal(torch.cat(written[row]), whole.unpack("tokens")[row])
         found = torch.cat(log_probs[row])
-        torch.testing.assert_close(found, whole.unpack("log_probs")[row], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(found, whole.unpack("log_probs")[row], rtol=0, atol=rounding(pipeline))
 
 
-def test_what_is_kept_goes_on_with_new_weights_over_the_old_keys_and_values(qwen3_pipeline, qwen3_folder):
+def test_what_is_kept_goes_on_with_new_weights_over_the_old_keys_and_values(pipeline, folder):
     """Against transformers: the cache of each part is written by its weights, and the last token of a part is read by
     those of the next."""
-    pipeline = own(qwen3_pipeline)
-    models: Any = [transformers.AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32)]
+    pipeline = own(pipeline)
+    models: Any = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)]
     models += [copy.deepcopy(models[0]) for _ in range(2)]
     for number, model in enumerate(models[1:]):
         torch.manual_seed(number)
@@ -245,7 +273,7 @@ def test_what_is_kept_goes_on_with_new_weights_over_the_old_keys_and_values(qwen
     gaps = []
     for prompt, parts, values in zip(prompts, written, log_probs, strict=True):
         assert [len(part) for part in parts] == [4, 3, 5]
-        cache, unread, expected, anew = transformers.DynamicCache(), prompt, [], []
+        cache, unread, expected, anew = transformers.DynamicCache(config=models[0].config), prompt, [], []
         for model, part in zip(models, parts, strict=True):
             for token in part:
                 with torch.no_grad():
@@ -258,19 +286,19 @@ def test_what_is_kept_goes_on_with_new_weights_over_the_old_keys_and_values(qwen
         gaps.append((torch.cat(values) - torch.cat(anew).float()).abs())
     # What another prefill with the new weights would have given is something else, but for the first part.
     gap = torch.stack(gaps)
-    assert float(gap[:, :4].max()) < ROUNDING and float(gap[:, 4:].max()) > 100 * 1e-5
+    assert float(gap[:, :4].max()) < rounding(pipeline) and float(gap[:, 4:].max()) > 100 * 1e-5
 
 
-def test_other_texts_than_those_that_are_kept_are_read_anew(qwen3_pipeline):
+def test_other_texts_than_those_that_are_kept_are_read_anew(pipeline):
     params, kept = replace(PARAMS, stop_token_ids=()), KeptTexts()
-    conditions, begun = sampled(qwen3_pipeline, params=params, is_ending=ending_after(4), kept=kept)
+    conditions, begun = sampled(pipeline, params=params, is_ending=ending_after(4), kept=kept)
     prompts = [
         torch.cat(pair) for pair in zip(conditions["prompt"].unpack("tokens"), begun.unpack("tokens"), strict=True)
     ]
 
     def go_on(rows, keys):
-        with qwen3_pipeline.evaluating():
-            return qwen3_pipeline.generate(
+        with pipeline.evaluating():
+            return pipeline.generate(
                 {"prompt": PromptCondition.pack(tokens=[prompts[row] for row in rows])},
                 params,
                 noise_keys=keys,
@@ -289,38 +317,38 @@ def test_other_texts_than_those_that_are_kept_are_read_anew(qwen3_pipeline):
     assert not go_on([0, 1, 2, 3], KEYS)[1]  # it is kept until it goes on
 
 
-def test_texts_of_several_lengths_end_where_their_own_budget_does(qwen3_pipeline):
+def test_texts_of_several_lengths_end_where_their_own_budget_does(pipeline):
     begun = [3, 0, 11]
     prompts = [torch.arange(5 + num) for num in begun]
-    with qwen3_pipeline.evaluating():
-        segment = qwen3_pipeline.generate(
+    with pipeline.evaluating():
+        segment = pipeline.generate(
             {"prompt": PromptCondition.pack(tokens=prompts)}, PARAMS, noise_keys=KEYS[:3], num_begun=begun
         )
     assert segment.lengths.tolist() == [9, 12, 1]
     assert segment.status is not None and set(segment.status.tolist()) == {SegmentStatus.TRUNCATED}
 
 
-def test_ranks_that_are_done_go_on_until_all_are(qwen3_pipeline):
+def test_ranks_that_are_done_go_on_until_all_are(pipeline):
     """A sharded model is gathered in every step: the ranks must agree on how many there are."""
-    _, free = sampled(qwen3_pipeline)
+    _, free = sampled(pipeline)
     stop = int(free.unpack("tokens")[0][0])
     params = replace(PARAMS, stop_token_ids=(stop,))
     forwards = []
-    handle = qwen3_pipeline.bundle.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    handle = pipeline.bundle.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     asked = []
-    _, alone = sampled(qwen3_pipeline, ["hi"], [KEYS[0]], params)
+    _, alone = sampled(pipeline, ["hi"], [KEYS[0]], params)
     assert alone.lengths.tolist() == [1] and len(forwards) == 1
     forwards.clear()
     _, waited = sampled(
-        qwen3_pipeline, ["hi"], [KEYS[0]], params, any_rank=lambda value: asked.append(value) or len(asked) < 6
+        pipeline, ["hi"], [KEYS[0]], params, any_rank=lambda value: asked.append(value) or len(asked) < 6
     )
     handle.remove()
     assert waited.equals(alone)
     assert asked == [False] * 6 and len(forwards) == 6
 
 
-def test_padded_replay_agrees_with_packed_gradients_included(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
+def test_padded_replay_agrees_with_packed_gradients_included(pipeline):
+    conditions, segment = sampled(pipeline)
     weights = torch.randn(2, len(segment.tokens), generator=torch.Generator().manual_seed(0))
 
     def run(pipeline):
@@ -329,31 +357,33 @@ def test_padded_replay_agrees_with_packed_gradients_included(qwen3_pipeline):
         ((weights[0] * out.logp_N).sum() + (weights[1] * out.entropy_N).sum() + out.hidden_N.square().sum()).backward()
         return out, {name: p.grad.clone() for name, p in pipeline.bundle.model.named_parameters()}
 
-    packed, packed_gradients = run(own(qwen3_pipeline))
-    padded, padded_gradients = run(own(qwen3_pipeline, packed=False))
-    torch.testing.assert_close(packed.logp_N, padded.logp_N, rtol=0, atol=ROUNDING)
-    torch.testing.assert_close(packed.hidden_N, padded.hidden_N, rtol=0, atol=ROUNDING)
+    packed, packed_gradients = run(own(pipeline))
+    padded, padded_gradients = run(own(pipeline, packed=False))
+    torch.testing.assert_close(packed.logp_N, padded.logp_N, rtol=0, atol=rounding(pipeline))
+    torch.testing.assert_close(packed.hidden_N, padded.hidden_N, rtol=0, atol=rounding(pipeline))
     assert set(packed_gradients) == set(padded_gradients)
+    largest = max(float(gradient.abs().max()) for gradient in padded_gradients.values())
     for name, gradient in packed_gradients.items():
-        scale = float(padded_gradients[name].abs().max())
-        torch.testing.assert_close(gradient, padded_gradients[name], rtol=0, atol=2e-5 * scale)
+        # The decay of a head gets sums of large terms that cancel.
+        scale = max(float(padded_gradients[name].abs().max()), 1e-3 * largest if "linear_attn" in name else 0.0)
+        torch.testing.assert_close(gradient, padded_gradients[name], rtol=0, atol=7 * rounding(pipeline) * scale)
 
 
-def test_packed_replay_runs_the_model_on_no_padding(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
+def test_packed_replay_runs_the_model_on_no_padding(pipeline):
+    conditions, segment = sampled(pipeline)
     seen = []
-    model = qwen3_pipeline.bundle.model
+    model = pipeline.bundle.model
     handle = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
-    qwen3_pipeline.replay(conditions, segment, PARAMS)
+    pipeline.replay(conditions, segment, PARAMS)
     handle.remove()
     # The last token of a completion predicts nothing that is scored.
     needed = int(conditions["prompt"].lengths.sum() + segment.lengths.sum()) - segment.batch_size
     assert seen == [(1, needed)]
 
 
-def test_gradients_are_those_of_finite_differences(qwen3_folder):
+def test_gradients_are_those_of_finite_differences(pipeline):
     """In float64 along one direction in the space of all weights."""
-    pipeline = Qwen3Pipeline(Qwen3Bundle(str(qwen3_folder)))
+    pipeline = own(pipeline)
     conditions, segment = sampled(pipeline)
     model = pipeline.bundle.model
     with torch.no_grad():  # the padding token's embedding is 0, where the norms have no derivative to speak of
@@ -377,24 +407,24 @@ def test_gradients_are_those_of_finite_differences(qwen3_folder):
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-2)
 
 
-def test_completions_of_no_tokens_and_of_one_are_replayed(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
+def test_completions_of_no_tokens_and_of_one_are_replayed(pipeline):
+    conditions, segment = sampled(pipeline)
     lengths = [0, 1, 5, 0]
     rows = [row[:n] for row, n in zip(segment.unpack("tokens"), lengths, strict=True)]
     cut = TextSegment.pack(tokens=rows)
-    out = qwen3_pipeline.replay(conditions, cut, PARAMS)
-    whole = qwen3_pipeline.replay(conditions, segment, PARAMS)
+    out = pipeline.replay(conditions, cut, PARAMS)
+    whole = pipeline.replay(conditions, segment, PARAMS)
     starts = segment.cu_seqlens.tolist()
     places = [starts[row] + i for row, n in enumerate(lengths) for i in range(n)]
-    torch.testing.assert_close(out.logp_N, whole.logp_N[places], rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N, whole.logp_N[places], rtol=0, atol=rounding(pipeline))
 
 
-def test_hidden_states_are_those_that_the_head_projects(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
-    out = qwen3_pipeline.replay(conditions, segment, PARAMS)
-    logits = out.hidden_N @ qwen3_pipeline.bundle.head.weight.T / 0.8
+def test_hidden_states_are_those_that_the_head_projects(pipeline):
+    conditions, segment = sampled(pipeline)
+    out = pipeline.replay(conditions, segment, PARAMS)
+    logits = out.hidden_N @ pipeline.bundle.head.weight.T / 0.8
     expected = logits.log_softmax(-1).gather(-1, segment.tokens[:, None]).squeeze(-1)
-    torch.testing.assert_close(out.logp_N, expected, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N, expected, rtol=0, atol=rounding(pipeline))
 
 
 def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
@@ -406,7 +436,7 @@ def test_sliding_windows_are_replayed_as_they_were_sampled(tmp_path):
     assert pipeline.is_packed
     for packed in (True, False):
         out = AutoregressivePipeline(pipeline.adapter, packed=packed).replay(conditions, segment, PARAMS)
-        torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=rounding(pipeline))
 
 
 LLAMA = transformers.LlamaConfig(
@@ -447,7 +477,7 @@ def test_any_causal_language_model_is_sampled_and_replayed(config, is_packed, tm
     assert ("cannot be packed" in caplog.text) is not is_packed
     conditions, segment = sampled(pipeline)
     out = pipeline.replay(conditions, segment, PARAMS)
-    torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(out.logp_N.detach(), segment.log_probs, rtol=0, atol=rounding(pipeline))
     if not is_packed:
         with pytest.raises(ConfigError, match="Gemma2ForCausalLM cannot be packed"):
             AutoregressivePipeline(TextAdapter(bundle), packed=True)
@@ -462,46 +492,46 @@ def test_a_model_that_caps_its_logits_behind_the_projection_is_refused(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}])
-def test_tokens_that_were_not_drawn_from_the_whole_softmax_are_not_replayed(qwen3_pipeline, changes):
+def test_tokens_that_were_not_drawn_from_the_whole_softmax_are_not_replayed(pipeline, changes):
     params = replace(PARAMS, **changes)
-    conditions, segment = sampled(qwen3_pipeline, params=params)
+    conditions, segment = sampled(pipeline, params=params)
     with pytest.raises(ConfigError, match="tokens must be drawn from it. Set a temperature above 0, top_p: 1"):
-        qwen3_pipeline.replay(conditions, segment, params)
+        pipeline.replay(conditions, segment, params)
 
 
-def test_another_temperature_than_the_rollouts_is_refused(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
+def test_another_temperature_than_the_rollouts_is_refused(pipeline):
+    conditions, segment = sampled(pipeline)
     with pytest.raises(ContractError, match=r"sampled at temperature 0\.8 and are to be replayed at 1\.0"):
-        qwen3_pipeline.replay(conditions, segment, replace(PARAMS, temperature=1.0))
+        pipeline.replay(conditions, segment, replace(PARAMS, temperature=1.0))
 
 
-def test_sizes_that_disagree_are_named(qwen3_pipeline):
-    conditions, segment = sampled(qwen3_pipeline)
+def test_sizes_that_disagree_are_named(pipeline):
+    conditions, segment = sampled(pipeline)
     with pytest.raises(ContractError, match="4 prompts, 2 noise keys and 4"):
-        qwen3_pipeline.generate(conditions, PARAMS, noise_keys=["a", "b"])
+        pipeline.generate(conditions, PARAMS, noise_keys=["a", "b"])
     with pytest.raises(ContractError, match="conditions of 4 samples for a segment of 3"):
-        qwen3_pipeline.replay(conditions, segment.slice(0, 3), PARAMS)
+        pipeline.replay(conditions, segment.slice(0, 3), PARAMS)
 
 
-def test_a_prompt_that_leaves_no_room_is_named_with_what_would_fit(qwen3_pipeline):
+def test_a_prompt_that_leaves_no_room_is_named_with_what_would_fit(pipeline):
     with pytest.raises(ConfigError, match=r"prompt 1 of the batch has \d+ tokens.*context of 512.*max_new_tokens to"):
-        qwen3_pipeline.encode({"text": Texts(texts=["hi", "long" * 123])}, PARAMS)
+        pipeline.encode({"text": Texts(texts=["hi", "long" * 123])}, PARAMS)
 
 
-def test_chat_templates_are_applied_as_the_tokenizer_does(qwen3_pipeline, qwen3_folder, tmp_path):
-    tokenizer = qwen3_pipeline.bundle.tokenizer
+def test_chat_templates_are_applied_as_the_tokenizer_does(pipeline, folder, tmp_path):
+    tokenizer = pipeline.bundle.tokenizer
 
     def prompt(pipeline) -> str:
         (tokens,) = pipeline.encode({"text": Texts(texts=["hi"])}, PARAMS)["prompt"].unpack("tokens")
         return tokenizer.decode(tokens.tolist())
 
-    assert prompt(qwen3_pipeline) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    closed = own(qwen3_pipeline, system_prompt="be brief", enable_thinking=False)
+    assert prompt(pipeline) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    closed = own(pipeline, system_prompt="be brief", enable_thinking=False)
     assert prompt(closed) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
-    assert prompt(own(qwen3_pipeline, chat_template=False)) == "hi"
+    assert prompt(own(pipeline, chat_template=False)) == "hi"
     base = str(save_text_model(qwen3(), tmp_path, chat_template=None))
     assert prompt(Qwen3Pipeline(Qwen3Bundle(base))) == "hi"
     with pytest.raises(ConfigError, match=r"has no template.*set chat_template: false"):
@@ -510,7 +540,7 @@ def test_chat_templates_are_applied_as_the_tokenizer_does(qwen3_pipeline, qwen3_
         Qwen3Pipeline(Qwen3Bundle(base), system_prompt="be brief")
 
 
-def test_decoded_texts_hold_no_special_tokens(qwen3_pipeline):
-    ids = qwen3_pipeline.bundle.tokenizer("42<|im_end|>")["input_ids"]
+def test_decoded_texts_hold_no_special_tokens(pipeline):
+    ids = pipeline.bundle.tokenizer("42<|im_end|>")["input_ids"]
     segment = TextSegment.pack(tokens=[torch.tensor(ids), torch.tensor(ids[:1])])
-    assert qwen3_pipeline.decode(segment).texts == ["42", "4"]
+    assert pipeline.decode(segment).texts == ["42", "4"]

@@ -68,6 +68,30 @@ def qwen3_moe(**changes: Any) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**values | changes))
 
 
+def qwen3_5(**changes: Any) -> Any:
+    """Four layers of width 64, three of linear attention (two heads of keys, four of values) and one of attention."""
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_qwen3_5_values() | changes))
+
+
+def _qwen3_5_values() -> dict[str, Any]:
+    """As `_qwen3_values`; half of a head is rotated, by positions of three axes."""
+    return {
+        **_qwen3_values(0),
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 3, 3],
+            "mrope_interleaved": True,
+        },
+    }
+
+
 def _qwen3_values(seed: int) -> dict[str, Any]:
     """Settings of a configuration. Seeds torch after the tokenizer is made."""
     tokenizer = text_tokenizer()
@@ -102,7 +126,7 @@ VISION_TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
 
 
 def qwen_vl(model_type: str, **changes: Any) -> Any:
@@ -142,6 +166,12 @@ def qwen_vl(model_type: str, **changes: Any) -> Any:
         "vision_end_token_id": ids("<|vision_end|>"),
         "tie_word_embeddings": False,
     }
+    if model_type == "qwen3_5":
+        text |= _qwen3_5_values() | changes
+        vision |= {"num_position_embeddings": 64}
+        return transformers.Qwen3_5ForConditionalGeneration(
+            transformers.Qwen3_5Config(text_config=text, vision_config=vision, **shared)
+        )
     if model_type == "qwen2_5_vl":
         vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **shared)

@@ -82,7 +82,7 @@ class Decoder:
             return logits
         place = {key: i for i, key in enumerate(rows_of)}
         copies = torch.tensor([place[key] for key in keys], device=logits.device)
-        self.cache.batch_select_indices(copies)
+        self.cache.reorder_cache(copies)
         self._mask = self._mask[copies]
         return logits[copies]
 
@@ -109,7 +109,7 @@ class Decoder:
 
     def _leave(self, kept: Tensor) -> None:
         """Take all but these places of `rows` out of the cache."""
-        self.cache.batch_select_indices(kept)
+        self.cache.reorder_cache(kept)
         self.rows, self._mask = self.rows[kept], self._mask[kept]
 
     def _forward(self, ids: Tensor, positions: Tensor, **inputs: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Bundle:
     """True if ranks can share its samples, each with a part of their tokens (`topology.sp`)."""
     cuts_layers: ClassVar[bool] = False
     """True if ranks can have its layers together, each a part of their weights (`topology.tp`)."""
+    kept_whole: ClassVar[str] = ""
+    """Why ranks can have neither, as an error says it; empty where there is no more to say."""
     spreads_experts: ClassVar[bool] = False
     """True if ranks can have its experts together (`topology.ep`)."""
     expert_layers: ClassVar[tuple[str, ...]] = ()

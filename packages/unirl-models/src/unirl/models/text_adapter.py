@@ -96,7 +96,7 @@ class LanguageBundle(ModelBundle, Protocol):
         """Between the ranks that each have a part of the layers; None where this one has whole layers."""
         ...
 
-    def new_cache(self) -> Any:  # Any: with `batch_select_indices`, as caches of transformers
+    def new_cache(self) -> Any:  # Any: with `reorder_cache`, as caches of transformers
         """An empty KV cache."""
         ...
 
@@ -210,8 +210,8 @@ class TextAdapter:
         between its turns, DataError for an image that cannot be read."""
         del image
         raise ConfigError(
-            f"{type(self).__name__} reads no images between turns. Take a model that does (Qwen2.5-VL, Qwen3-VL), or "
-            "an environment that answers with texts."
+            f"{type(self).__name__} reads no images between turns. Take a model that does (Qwen2.5-VL, Qwen3-VL, "
+            "Qwen3.5), or an environment that answers with texts."
         )
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
@@ -241,7 +241,7 @@ class TextAdapter:
         if any(each.images for each in messages) and not self.bundle.reads_images_in_turns:
             raise ConfigError(
                 f"{type(self).__name__} reads no images in conversations of the data. Take a model that does "
-                "(Qwen2.5-VL, Qwen3-VL), or conversations of texts."
+                "(Qwen2.5-VL, Qwen3-VL, Qwen3.5), or conversations of texts."
             )
         first = next(place for place, each in enumerate(messages) if each.role == ASSISTANT)
         opening = self._opening(messages[:first])

@@ -108,8 +108,8 @@ def conversations_are_seen(name: str, path: str, rows: Sequence[PromptRow], run:
     if shown and bundle.ability("reads_media") and not bundle.ability("reads_images_in_turns"):
         yield (
             f"{name} = {path}: {len(shown)} conversations ({', '.join(shown[:4])}) show images, and {bundle.at} "
-            f"{bundle.name} reads none there (reads_images_in_turns). Take a model that does (Qwen2.5-VL, Qwen3-VL), "
-            "or take the images out."
+            f"{bundle.name} reads none there (reads_images_in_turns). Take a model that does (Qwen2.5-VL, Qwen3-VL, "
+            "Qwen3.5), or take the images out."
         )
 
 

@@ -77,7 +77,11 @@ def tokens_can_be_spread(run: ComposedRun) -> Messages:
     for policy in (each for each in run.policies.values() if each.ranks_of_tokens > 1):
         at = f"{policy.backend.at}.topology.sp = {policy.ranks_of_tokens}"
         if not policy.bundle.ability("spreads_tokens"):
-            yield f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks. Set it to 1."
+            because = policy.bundle.ability("kept_whole")
+            yield (
+                f"{at}, but the tokens of {policy.bundle.name} cannot be spread over ranks{because and ': '}{because}. "
+                "Set it to 1."
+            )
         for pipeline in policy.pipelines.values():
             if pipeline.get("packed") is False:
                 yield f"{at} spreads packed rows, and {pipeline.at}.packed: false pads them. Set it to null, or sp: 1."
@@ -109,7 +113,7 @@ def layers_can_be_divided(run: ComposedRun) -> Messages:
         backend = policy.backend
         at = f"{backend.at}.topology.tp = {policy.ranks_of_layers}"
         if not policy.bundle.ability("cuts_layers"):
-            yield layers_kept(at, policy.bundle.name)
+            yield layers_kept(at, policy.bundle.name, policy.bundle.ability("kept_whole"))
         for pipeline in policy.pipelines.values():
             if pipeline.get("packed") is False:
                 yield f"{at} is proven with packed rows, and {pipeline.at}.packed: false pads them. Set it to null."

@@ -21,6 +21,7 @@ from unirl.models.causal_lm.construction import from_configuration, without_weig
 from unirl.models.causal_lm.converted import ConvertedState, NotInPartsError, converted_state
 from unirl.models.causal_lm.export import write_merged
 from unirl.models.causal_lm.reading import read_model
+from unirl.models.causal_lm.recurrent import RECURRENT_LAYERS, run_by_sample
 from unirl.models.causal_lm.tokenizer import load_tokenizer
 from unirl.models.construction import TrueOnMeta
 from unirl.models.cut_layers import cut_blocks
@@ -77,6 +78,8 @@ class CausalLMBundle(OneComponentBundle):
     auto_class: ClassVar[Any] = transformers.AutoModelForCausalLM  # Any: transformers types its auto classes loosely
     expert_class_names: ClassVar[tuple[str, ...]] = ()
     """Classes of the modules that hold the experts of a layer as stacks, as transformers writes them."""
+    recurrent_class_names: ClassVar[tuple[str, ...]] = ()
+    """Classes of the layers that carry a state along a sample, which are called sample by sample in a packed row."""
     lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Suffixes of the attention projections, which nearly every family names so."""
 
@@ -111,7 +114,8 @@ class CausalLMBundle(OneComponentBundle):
         check_blocks(self.model, self.block_class_names)
         self._check_logits()
         self.is_packable = self._pack()
-        """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does."""
+        """True if replay can do without padding: attention alone joins tokens, and it is what SDPA does, or layers with
+        a state that are called sample by sample."""
         self.token_exchange: TokenExchange | None = None
         """Between the ranks that share the positions of a packed row; None where this one has all."""
         self.layer_exchange: LayerExchange | None = None
@@ -160,8 +164,8 @@ class CausalLMBundle(OneComponentBundle):
         """
         at, name = f"topology.sp = {exchange.size}", self.folder.path.name
         config = self.model.config.get_text_config()
-        if not self.is_packable:
-            raise ConfigError(tokens_kept(at, name, "its layers are not packed attention alone"))
+        if self.kept_whole or not self.is_packable:
+            raise ConfigError(tokens_kept(at, name, self.kept_whole or "its layers are not packed attention alone"))
         if types := rotations_by_length(config):
             reason = f"its rotations ({', '.join(types)}) depend on the longest position of a row"
             raise ConfigError(tokens_kept(at, name, reason))
@@ -182,7 +186,7 @@ class CausalLMBundle(OneComponentBundle):
         """
         at, name = f"topology.tp = {exchange.size}", self.folder.path.name
         if not self.cuts_layers:
-            raise ConfigError(layers_kept(at, type(self).__name__, ""))
+            raise ConfigError(layers_kept(at, type(self).__name__, self.kept_whole))
         config = self.model.config.get_text_config()
         plan = getattr(config, "base_model_tp_plan", None) or {}
         if not self.is_packable or not plan:
@@ -292,8 +296,14 @@ class CausalLMBundle(OneComponentBundle):
         """Switch the decoder to packed attention where it can do without what that leaves out; whether it did."""
         config = self.model.config.get_text_config()
         layers = set(getattr(config, "layer_types", None) or ["full_attention"])  # only mixed models list them
-        if not self.model._supports_attention_backend or not layers <= PACKABLE_LAYERS:
+        # transformers declares the backend of models whose layers are all attention.
+        has_recurrent = bool(self.recurrent_class_names)
+        packable = PACKABLE_LAYERS | RECURRENT_LAYERS if has_recurrent else PACKABLE_LAYERS
+        if not (self.model._supports_attention_backend or has_recurrent) or not layers <= packable:
             return False
+        for each in self.model.modules():
+            if type(each).__name__ in self.recurrent_class_names:
+                run_by_sample(each)
         before = config._attn_implementation
         self._set_attention(PACKED_ATTENTION)
         model, device = self._probe()

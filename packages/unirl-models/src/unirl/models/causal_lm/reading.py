@@ -17,9 +17,13 @@ with from_extra("transformers"):
 def read_model(
     auto_class: Any, path: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:  # Any: an auto class of transformers, and PreTrainedModel without the attributes of its families
-    """The model with the weights of its folder. Raises CheckpointError if it does not load, or weights are missing."""
+    """The model with the weights of its folder. Draws no random numbers.
+
+    Raises CheckpointError if it does not load, or weights are missing.
+    """
     try:
-        model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, device_map=device)
+        with torch.random.fork_rng(devices=[]):  # some constructors draw values, which the folder's replace
+            model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, device_map=device)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} does not load: {error}") from error
     wrong = {kind: sorted(map(str, info.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}

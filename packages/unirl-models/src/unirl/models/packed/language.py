@@ -25,7 +25,7 @@ class TextCache:
         self.prefixes: tuple[Prefix, ...] | None = None
         """The context of each row; None before the first forward."""
 
-    def batch_select_indices(self, rows: Tensor) -> None:
+    def reorder_cache(self, rows: Tensor) -> None:
         """Keep these rows, repeats allowed. Nothing is copied before the next forward."""
         if self.prefixes is not None:
             self.prefixes = tuple(self.prefixes[row] for row in rows.tolist())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
+from unirl.models.causal_lm.bundle import CausalLMBundle
+from unirl.models.qwen3.bundle import Qwen3MoeBundle
 from unirl.models.routed_pipeline import RoutedPipeline
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -18,7 +19,7 @@ class Qwen3Pipeline(AutoregressivePipeline):
 
     def __init__(
         self,
-        bundle: Qwen3Bundle,
+        bundle: CausalLMBundle,
         *,
         chat_template: bool | None = None,
         system_prompt: str | None = None,

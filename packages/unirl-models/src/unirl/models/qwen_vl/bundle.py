@@ -21,7 +21,7 @@ with from_extra("transformers"):
 
 @bounded("bundle")
 class QwenVLBundle(CausalLMBundle):
-    """Qwen2.5-VL or Qwen3-VL, see `CausalLMBundle`.
+    """Qwen2.5-VL or Qwen3-VL, see `CausalLMBundle`; of Qwen3.5: `unirl.models.qwen3_5`.
 
     freeze_vision: whether the vision tower keeps its weights; LoRA leaves it alone in any case.
     min_pixels, max_pixels: images are resized, at their aspect ratio, to so many pixels; None takes the checkpoint's.

@@ -88,7 +88,7 @@ class TurnsEngine(BaseRolloutEngine):
         if self._shows_images and not pipeline.reads_images_in_turns:
             raise ConfigError(
                 f"turns.environment shows images, and {type(pipeline).__name__} reads none between turns. Take a "
-                "model that does (Qwen2.5-VL, Qwen3-VL), or an environment of texts."
+                "model that does (Qwen2.5-VL, Qwen3-VL, Qwen3.5), or an environment of texts."
             )
         introduction = environment.introduce()
         if introduction.tools:

@@ -67,9 +67,9 @@ def no_ring(device: str) -> str:
     return lacks(device, feature, "Set topology.ring: 1, or another device.")
 
 
-def layers_kept(at: str, name: str) -> str:
+def layers_kept(at: str, name: str, because: str = "") -> str:
     """The message for a bundle whose layers are not divided."""
-    return f"{at}: the layers of {name} cannot be divided among ranks. Set it to 1."
+    return f"{at}: the layers of {name} cannot be divided among ranks{because and ': '}{because}. Set it to 1."
 
 
 def device_options_fit(own: Part, run: Run) -> Messages:
