@@ -255,6 +255,26 @@ def findings(name, *overrides):
             "sync.transport = ipc does nothing: ReplicaRolloutEngine is with what trains. Remove it",
         ),
         (
+            "sd3/grpo",
+            ["parts/engine=sglang_diffusion", "parts/layout=colocated", "sync.transport=ipc"],
+            "sync.transport = ipc does nothing: SGLangDiffusionEngine is with what trains. Remove it",
+        ),
+        (
+            "sd3/grpo",
+            ["parts/engine=vllm_omni", "parts/sync=lora", "parts/layout=colocated", "sync.transport=ipc"],
+            "sync.transport = ipc does nothing: adapters are small files. Remove it, or push whole weights",
+        ),
+        (
+            "worlds/shapes/vllm_omni",
+            ["sync.transport=ipc", "sync.changed=tensors"],
+            "sync.transport = ipc keeps no earlier push, sync.changed = tensors needs one. Remove one of them.",
+        ),
+        (
+            "worlds/shapes/vllm_omni",
+            ["sync.transport=ipc", "engine.num_instances=2"],
+            "ipc shares memory with one process, engine.num_instances = 2. Set it to 1, or remove ipc.",
+        ),
+        (
             REPLICA,
             ["cluster.transport=rdt"],
             "cluster.transport = rdt does nothing with runtime: local. Set runtime: ray, or remove it.",

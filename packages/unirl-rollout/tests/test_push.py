@@ -52,6 +52,33 @@ def test_a_whole_push_becomes_the_new_version_only_when_it_is_loaded(announced):
     announced.require_usable()
 
 
+def test_a_push_that_is_taken_bucket_by_bucket_leaves_no_policy_until_it_ends(announced):
+    for each in (part("b.weight"), part("a.weight")):
+        with announced.taking(4, each.specs, each.num_bytes):
+            pass
+        with pytest.raises(WeightSyncError, match="the push of version 4, loaded bucket by bucket, did not end"):
+            announced.require_usable()
+    assert announced.finish(4) == CompletePush(policy_version=4, num_tensors=2, num_bytes=36)
+    with announced.loading(4):
+        pass
+    announced.require_usable()
+
+
+def test_a_bucket_that_is_taken_must_be_announced_and_come_once(announced):
+    own, other = part("a.weight"), part("a.weight", version=5)
+    with pytest.raises(WeightSyncError, match="version 4 was announced, the bucket is of version 5"):
+        with announced.taking(5, other.specs, 0):
+            raise AssertionError
+    announced.require_usable()  # nothing was loaded
+    with announced.taking(4, own.specs, own.num_bytes):
+        pass
+    with pytest.raises(WeightSyncError, match="twice: a.weight"):
+        with announced.taking(4, own.specs, 0):
+            raise AssertionError
+    with pytest.raises(WeightSyncError, match="missing: b.weight"):
+        announced.finish(4)
+
+
 def test_nothing_is_received_or_finished_before_it_is_announced(receiver):
     with pytest.raises(WeightSyncError, match="no push is under way"):
         receive(receiver, part("a.weight"))

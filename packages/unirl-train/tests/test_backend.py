@@ -352,6 +352,9 @@ def test_mixed_precision_on_one_device_has_the_bits_of_fsdp(
                 result[name] = outputs(bundle)
         for policy in (None, "ema"):
             result |= {f"{policy}/{name}": tensor.clone() for name, tensor in backend.weight_source.weights(policy)}
+            for where in ("kept", "device"):
+                for name, tensor in backend.weight_source.weights(policy, where=where):
+                    assert torch.equal(tensor, result[f"{policy}/{name}"])
         for shard in backend.weight_source.shards():
             result[f"shard/{shard.name}"] = shard.rows.clone()
             assert backend.weight_source.shard_rows()[shard.name][1] == shard.rows.dtype

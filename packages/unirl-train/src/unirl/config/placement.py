@@ -401,6 +401,28 @@ def push_transport_fits_the_placement(run: ComposedRun) -> Messages:
             yield from _transport_fits(sync, stage, run)
 
 
+def _is_beside(sync: Part, stage: Stage) -> str:
+    return (
+        f"{sync.at}.transport = {sync.get('transport')} does nothing: {stage.engine.name} is with what trains. Remove "
+        "it, or give the engine separate workers (placement.train, placement.rollout)."
+    )
+
+
+def _shares_memory(sync: Part, stage: Stage) -> Messages:
+    """An engine with what trains has one process, which loads whole weights out of memory that it maps."""
+    engine, at = stage.engine, f"{sync.at}.transport = ipc"
+    if not engine.ability("shares_memory"):
+        yield _is_beside(sync, stage)
+        return
+    if sync.ability("sends_adapters"):
+        yield f"{at} does nothing: adapters are small files. Remove it, or push whole weights (parts/sync=full)."
+    elif sync.get("changed", "all") != "all":
+        yield f"{at} keeps no earlier push, {sync.at}.changed = {sync.get('changed')} needs one. Remove one of them."
+    for key in ("num_instances", "num_devices"):
+        if (number := engine.get(key, 1)) > 1:
+            yield f"{at} shares memory with one process, {engine.at}.{key} = {number}. Set it to 1, or remove ipc."
+
+
 def _transport_fits(sync: Part, stage: Stage, run: ComposedRun) -> Messages:
     transport, folder = sync.get("transport"), sync.get("transfer_dir")
     if folder is not None and transport != "files":
@@ -409,10 +431,7 @@ def _transport_fits(sync: Part, stage: Stage, run: ComposedRun) -> Messages:
         return
     groups = groups_of_run(run)
     if stage.at in groups[0].holds:
-        yield (
-            f"{sync.at}.transport = {transport} does nothing: {stage.engine.name} is with what trains. Remove it, or "
-            "give the engine separate workers (placement.train, placement.rollout)."
-        )
+        yield from _shares_memory(sync, stage) if transport == "ipc" else (_is_beside(sync, stage),)
         return
     num_nodes = cluster_shape(run.num_devices, run.file.cluster).num_nodes
     if transport == "ipc" and num_nodes > 1:

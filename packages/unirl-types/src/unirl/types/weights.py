@@ -44,6 +44,11 @@ class WeightSpec:
         return replace(self, shape=tuple(tensor.shape), dtype=str(tensor.dtype), checksum=checksum)
 
 
+WeightsPlace = Literal["host", "kept", "device"]
+"""Where tensors are that a policy is read by: all in host memory; those that are neither sharded nor merged where they
+lie, and the others in host memory; or all on the device, where they are gathered and merged."""
+
+
 @dataclass(frozen=True, eq=False)
 class WeightShard:
     """Rows of a tensor of the model, as one rank of training has them."""

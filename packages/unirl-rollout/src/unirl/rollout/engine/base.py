@@ -43,6 +43,8 @@ class BaseRolloutEngine(ABC):
     """True if a running `generate` can be ended early (`abort`)."""
     can_resume: ClassVar[bool] = False
     """True if `generate` continues the samples that `abort` ended early (`RolloutReq.begun`)."""
+    shares_memory: ClassVar[bool] = False
+    """True if its process loads one bucket of a push after the other, see `SharesMemory`."""
     can_sleep: ClassVar[bool] = False
     """True if `sleep` frees device memory."""
     sleep_option: ClassVar[str | None] = None

@@ -1,9 +1,9 @@
 """Receiving side of a weight push: tracks what was announced, what has arrived, and which policy the engine has.
 
-    announce -> receiving (per bucket) -> finish -> loading -> the new version
+    announce -> receiving or taking (per bucket) -> finish -> loading -> the new version
 
-Any step may raise WeightSyncError. Until `loading` begins the engine keeps its policy. If `loading` fails, the weights
-are incomplete, and `require_usable` raises until a push succeeds.
+Any step may raise WeightSyncError. Until `taking` or `loading` begins the engine keeps its policy. If a push fails
+later, the weights are incomplete, and `require_usable` raises until one succeeds.
 """
 
 from __future__ import annotations
@@ -81,17 +81,9 @@ class PushReceiver:
         Raises WeightSyncError if no push is open, or if the bucket has another version, was made for an engine with
         another version, has tensors that were not announced or have already arrived, or wrong checksums.
         """
-        push = self._require_open()
-        if bucket.policy_version != push.policy_version:
-            raise WeightSyncError(
-                f"version {push.policy_version} was announced, the bucket is of version {bucket.policy_version}"
-            )
-        refuse_other_base(bucket, self._policy_version)
         specs = (*bucket.specs, *bucket.kept)
-        announced = [push.announced[spec.name] for spec in specs if spec.name in push.announced]
-        times = Counter([*push.received, *(spec.name for spec in specs)])
-        twice = [f"twice: {name}" for name, count in times.items() if count > 1]
-        refuse("a bucket is not what was announced", diff_specs(specs, announced) + twice)
+        push = self._expecting(bucket.policy_version, specs)
+        refuse_other_base(bucket, self._policy_version)
         bucket.verify()
         made = checksums_as(bucket.kept, (_made_of(own, bucket, spec.name) for spec in bucket.kept))
         changed = [
@@ -103,6 +95,19 @@ class PushReceiver:
         yield
         push.received.update(spec.name for spec in specs)
         push.num_bytes += bucket.num_bytes
+
+    @contextmanager
+    def taking(self, policy_version: int, specs: Sequence[WeightSpec], num_bytes: int) -> Generator[None]:
+        """Context in which the caller verifies a bucket and loads it at once; it counts as received if that raises
+        nothing. From the first one on the engine's weights are no whole policy.
+
+        Raises as `receiving`, but leaves checksums to the caller.
+        """
+        push = self._expecting(policy_version, specs)
+        self.invalidate(f"the push of version {policy_version}, loaded bucket by bucket, did not end")
+        yield
+        push.received.update(spec.name for spec in specs)
+        push.num_bytes += num_bytes
 
     def finish(self, policy_version: int) -> CompletePush:
         """Close the push; it is dropped if this raises.
@@ -156,6 +161,19 @@ class PushReceiver:
             raise WeightSyncError(
                 f"version {version} of the policy is older than the engine's version {self._policy_version}"
             )
+
+    def _expecting(self, policy_version: int, specs: Sequence[WeightSpec]) -> _OpenPush:
+        """The open push. Raises WeightSyncError if tensors of a bucket were not announced or have already arrived."""
+        push = self._require_open()
+        if policy_version != push.policy_version:
+            raise WeightSyncError(
+                f"version {push.policy_version} was announced, the bucket is of version {policy_version}"
+            )
+        announced = [push.announced[spec.name] for spec in specs if spec.name in push.announced]
+        times = Counter([*push.received, *(spec.name for spec in specs)])
+        twice = [f"twice: {name}" for name, count in times.items() if count > 1]
+        refuse("a bucket is not what was announced", diff_specs(specs, announced) + twice)
+        return push
 
     def _require_open(self) -> _OpenPush:
         if self._push is None:

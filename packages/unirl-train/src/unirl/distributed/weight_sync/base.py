@@ -18,10 +18,11 @@ from unirl.distributed.weight_sync.remote_engines import RemoteEngines
 from unirl.distributed.weight_sync.transports.base import SlicingTransport, TransportName
 from unirl.distributed.weight_sync.transports.choice import make_transport
 from unirl.types.bounds import Positive, PositiveInt, bounded
+from unirl.types.devices import is_accelerator
 from unirl.types.errors import ConfigError, UniRLError, WeightSyncError
 from unirl.types.media import Primitive
 from unirl.types.precision import dtype_named
-from unirl.types.protocols.engines import PushTarget
+from unirl.types.protocols.engines import PushTarget, SharesMemory
 from unirl.types.protocols.models import ActionPipeline, AutoregressivePipeline, DiffusionPipeline
 from unirl.types.protocols.training import PolicyStore, TrainBackend
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -87,6 +88,8 @@ class WeightSync(ABC):
         self._engine = engine
         self._dtype = dtype_named(dtype, "sync.dtype")
         self._rank = rank
+        if transport == "ipc" and isinstance(engine, SharesMemory):
+            engine.share_memory(backend.device)
         self._slicing: SlicingTransport | None = None
         """Transport for rows of every rank; None if rank 0 sends whole tensors."""
         self._former: list[RemoteEngines] = []
@@ -229,9 +232,15 @@ class WeightSync(ABC):
 
     @staticmethod
     def _placed(tensor: Tensor, engine: PushTarget) -> Tensor:
-        """The tensor where it is summed: for engines in other workers on the device where it arrives; an engine in this
-        one takes it as it is, since it keeps it until all have arrived."""
-        return tensor.to(engine.bucket_device) if isinstance(engine, RemoteEngines) else tensor
+        """The tensor where it is summed. Engines that load each bucket, or are in other workers, have it where it
+        arrives; one in this worker that keeps it until all have arrived takes it as it is."""
+        arrives = isinstance(engine, RemoteEngines) or WeightSync._loads_each(engine)
+        return tensor.to(engine.bucket_device) if arrives else tensor
+
+    @staticmethod
+    def _loads_each(engine: PushTarget) -> bool:
+        """True if an engine in this worker loads each bucket as it comes, on its device."""
+        return isinstance(engine, SharesMemory) and is_accelerator(engine.bucket_device)
 
     def _note_sent(self, specs: Iterable[WeightSpec]) -> None:
         """Called by `_send` with every tensor, sent or already in the engine."""

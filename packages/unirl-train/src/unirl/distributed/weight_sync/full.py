@@ -21,7 +21,7 @@ from unirl.types.protocols.models import AutoregressivePipeline, DiffusionPipeli
 from unirl.types.protocols.training import TrainBackend
 from unirl.types.renamed import Renamed
 from unirl.types.sampling import BaseSamplingParams, Precision
-from unirl.types.weights import WeightReceipt, WeightSpec, rounded, weight_buckets
+from unirl.types.weights import WeightReceipt, WeightSpec, WeightsPlace, rounded, weight_buckets
 
 
 @bounded("sync")
@@ -93,7 +93,7 @@ class FullWeightSync(WeightSync):
         if self._slices is not None:
             self._slices.push(self._source.policy_version, policy)
             return
-        for _ in self._source.weights(policy, on_host=False):
+        for _ in self._source.weights(policy, where="kept"):
             pass
 
     def _send(self, engine: PushTarget, version: int, policy: str | None) -> WeightReceipt:
@@ -101,8 +101,10 @@ class FullWeightSync(WeightSync):
             receipt, sent = self._slices.push(version, policy)
             self._note_sent(sent)
             return _of_all(receipt, len(sent))
-        on_host = not is_accelerator(engine.bucket_device)
-        weights = self._source.weights(policy, on_host=on_host)
+        where: WeightsPlace = "host"
+        if is_accelerator(engine.bucket_device):
+            where = "device" if self._loads_each(engine) else "kept"
+        weights = self._source.weights(policy, where=where)
         tensors = ((name, self._placed(rounded(tensor, self._dtype), engine)) for name, tensor in weights)
         try:
             return self._send_buckets(engine, version, policy, tensors)

@@ -19,6 +19,7 @@ from unirl.types.weights import (
     PublishedParts,
     UpdateTally,
     WeightShard,
+    WeightsPlace,
     in_published_parts,
     qualified,
     qualified_name,
@@ -85,11 +86,11 @@ class PolicyWeights:
         return qualified(shapes)
 
     def weights(
-        self, policy: str | None = None, component: str | None = None, *, on_host: bool = True
+        self, policy: str | None = None, component: str | None = None, *, where: WeightsPlace = "host"
     ) -> Iterator[tuple[str, Tensor]]:
         """A policy tensor by tensor, adapters merged. Every rank goes through all.
 
-        on_host: True gives all in host memory; False leaves those that are neither sharded nor merged where they lie.
+        where: they are, see WeightsPlace.
         Raises ContractError for an unknown policy or component.
         """
         self._require_whole_weights()
@@ -97,7 +98,7 @@ class PolicyWeights:
         values = self._policies.values(CURRENT_POLICY if policy is None else policy)
         self._before_reading()
         for name in chosen:
-            for plain, tensor in self._merged(name, self._tensors(name), values, on_host=on_host):
+            for plain, tensor in self._merged(name, self._tensors(name), values, where=where):
                 for published, part in in_published_parts({plain: tensor}, self._parts, f"{name}.").items():
                     yield qualified_name(name, published, chosen), part
 
@@ -218,32 +219,32 @@ class PolicyWeights:
         *,
         dtype: torch.dtype | None = None,
         tally: UpdateTally | None = None,
-        on_host: bool = True,
+        where: WeightsPlace = "host",
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under the names that the model has without adapters, one after the other.
 
-        dtype: of what is no integer; None keeps each tensor's own. on_host: see `weights`.
+        dtype: of what is no integer; None keeps each tensor's own. where: see `weights`.
         """
         tensors = {name: values.get(f"{component}.{name}", tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             plain = plain_base_name(name)
             if plain is None:
                 continue
-            if not on_host and not isinstance(tensor, DTensor) and not (self._adapter and is_adapted(name)):
-                whole = tensor.detach()
-            else:
-                whole = _whole(tensor)
+            is_merged = self._adapter is not None and is_adapted(name)
+            stays = where == "device" or (where == "kept" and not isinstance(tensor, DTensor) and not is_merged)
+            whole = _whole(tensor, on_host=not stays)
             if self._adapter is not None and is_adapted(name):
-                a, b = (_whole(tensors[factor]) for factor in lora_factor_names(name))
+                a, b = (_whole(tensors[factor], on_host=not stays) for factor in lora_factor_names(name))
                 adapter = self._adapter
                 whole = merged_weight(whole, a, b, rank=adapter.rank, alpha=adapter.alpha, dtype=dtype, tally=tally)
             yield plain, whole if dtype is None or not whole.is_floating_point() else whole.to(dtype)
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor in host memory. Every rank calls it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu")
+def _whole(tensor: Tensor, *, on_host: bool = True) -> Tensor:
+    """The unsharded tensor in host memory, or where its shards lie. Every rank calls it."""
+    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return whole.to("cpu") if on_host else whole
 
 
 def _shape_of(tensor: Tensor, where: tuple[int, slice] | None) -> tuple[int, ...]:

@@ -94,7 +94,8 @@ class DiffusionRolloutEngine(RolloutEngine, Protocol):
 
 
 class WeightReceiver(Protocol):
-    """An engine whose policy is pushed to it. All or nothing: until `finish_weights` returns, no weight has changed.
+    """An engine whose policy is pushed to it. All or nothing: until `finish_weights` returns, no weight has changed,
+    except after `SharesMemory.share_memory`.
 
     Every method raises WeightSyncError with the list of what is wrong, and the engine keeps the policy it has.
     """
@@ -132,6 +133,15 @@ class WeightReceiver(Protocol):
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
         """Replace the last LoRA adapter by this one, all at once. Names as peft saves them, without
         `PEFT_PREFIX`. policy: see `finish_weights`."""
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """An engine with what trains whose process can map memory of this one."""
+
+    def share_memory(self, device: torch.device) -> None:
+        """Load each bucket of later pushes as it comes, out of memory of this device. ConfigError if it cannot."""
         ...
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unirl.types.roles import Axis, MeshPlace
 from unirl.types.training import OFFLOADABLE, Offloadable, OptimizerConfig, StepStats
-from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard
+from unirl.types.weights import AdapterConfig, UpdateTally, WeightShard, WeightsPlace
 
 
 class PolicyStore(Protocol):
@@ -221,11 +221,11 @@ class WeightSource(Protocol):
         ...
 
     def weights(
-        self, policy: str | None = None, component: str | None = None, *, on_host: bool = True
+        self, policy: str | None = None, component: str | None = None, *, where: WeightsPlace = "host"
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, adapters merged; tied ones once. Raises ContractError for an unknown policy.
 
-        on_host: True gives all in host memory; False leaves those that lie whole on a device where they are."""
+        where: the tensors are, see WeightsPlace."""
         ...
 
     def shard_rows(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int, int]]:

@@ -30,6 +30,7 @@ from unirl.rollout.engine.child.options import EngineProcesses
 from unirl.rollout.engine.child.process import interpreter
 from unirl.rollout.engine.child.pushed_files import PushedFiles
 from unirl.rollout.engine.child.rules import sleeps_otherwise
+from unirl.rollout.engine.child.shared_push import SharedPush
 from unirl.rollout.engine.push import check_version, refuse_other, refuse_other_base
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
 from unirl.types.member_pool import Member, MemberPool
@@ -136,7 +137,9 @@ class ChildEngine(BaseRolloutEngine):
         """Answer of the most recently started process to the end of that push."""
         self._owned = OwnedFolder("unirl-engine-", processes.transfer_dir)
         self._folder = self._owned.path
-        self._files = PushedFiles(self._folder)
+        self._pushed: PushedFiles | SharedPush = PushedFiles(self._folder)
+        self._is_lost = False
+        """True if a process has died whose policy was kept nowhere else."""
         self._pool = MemberPool(make_instances(self._folder), self._restore)
 
     @abstractmethod
@@ -147,7 +150,9 @@ class ChildEngine(BaseRolloutEngine):
         """Send the last pushed policy to a process that has just started, and prove that it took effect."""
         for message in self._push:
             self._restored = instance.call(message)
-        self._prove(instance)
+        self._is_lost = not self._pushed.keeps
+        if not self._is_lost:
+            self._prove(instance)
         if self._is_asleep:
             instance.call(Sleep(self._sleep_level))
 
@@ -238,10 +243,22 @@ class ChildEngine(BaseRolloutEngine):
         """Version of the last pushed policy."""
         return self._policy_version
 
+    def share_memory(self, device: torch.device) -> None:
+        """Let the process load each bucket as it comes from now on, out of memory of `device` that it maps.
+
+        A push takes no more memory than its largest bucket, and does not cross the host where the device is a GPU. But
+        one that fails leaves weights of two policies, with which the engine does not sample, and a process that dies
+        takes the policy with it: what is sampled before the next push is refused.
+        Raises ConfigError if the engine cannot do that.
+        """
+        if not self.shares_memory:
+            raise ConfigError(f"sync.transport: ipc is not for {type(self).__name__}, whose processes read files")
+        self._pushed = SharedPush(self._folder, device)
+
     @property
     def bucket_device(self) -> torch.device:
-        """The host: its processes read files."""
-        return torch.device("cpu")
+        """The host, where its processes read files, or the device of `share_memory`."""
+        return self._pushed.device
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def begin_weights(self, policy_version: int, specs: Sequence[WeightSpec]) -> None:
@@ -254,22 +271,23 @@ class ChildEngine(BaseRolloutEngine):
         begin = BeginWeights(policy_version, list(specs))
         self._ask_all(begin)
         self._push = [begin]
-        self._files.begin()
+        self._pushed.begin()
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def receive_weights(self, bucket: WeightBucket) -> None:
         """Send a bucket to the processes, see WeightReceiver."""
         refuse_other_base(bucket, self._policy_version)
-        for message in self._files.take(bucket):
+        for message in self._pushed.take(bucket):
             self._ask_all(message)
-            self._push.append(message)
+            if self._pushed.keeps:
+                self._push.append(message)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def finish_weights(self, policy_version: int, policy: str | None = None) -> WeightReceipt:
         """Load what was received, see WeightReceiver."""
         receipt = self._finish([*self._push, FinishWeights(policy_version)], policy)
-        self._files.finish(policy_version)
-        return replace(receipt, num_bytes=self._files.num_bytes)
+        self._pushed.finish(policy_version)
+        return replace(receipt, num_bytes=self._pushed.num_bytes)
 
     @distributed(Dispatch.BROADCAST, Collect.FIRST)
     def load_adapter(self, bucket: WeightBucket, config: AdapterConfig, policy: str | None = None) -> WeightReceipt:
@@ -292,12 +310,20 @@ class ChildEngine(BaseRolloutEngine):
 
     def _check_version(self, answered: int) -> None:
         """Raise WeightSyncError if samples come from another version than the last pushed one."""
+        if self._is_lost:
+            raise WeightSyncError(
+                f"a process of {self.codec.engine} died and took the pushed policy with it: sync.transport: ipc keeps "
+                "none. Its samples are refused. Resume the run (resume=auto); without ipc it would have gone on."
+            )
         check_version(answered, self._policy_version)
 
     def _finish(self, push: list[Message], policy: str | None) -> WeightReceipt:
         """Make all instances load the push. push: its messages, of which only the last is still to be sent."""
         answers = self._ask_all(push[-1])
-        self._push = push
+        if not (answers or self._pushed.keeps):
+            raise WeightSyncError(f"the process of {self.codec.engine} died during the push; push again")
+        self._is_lost = False
+        self._push = push if self._pushed.keeps else []
         self._forget_proof()
         self._pool.heal()
         loaded, *others = answers or [self._restored]  # where none was left, those in their place took it

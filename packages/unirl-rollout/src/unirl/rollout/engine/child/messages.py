@@ -1,19 +1,20 @@
 """Messages between the trainer's process and an engine's process: frozen dataclasses of plain values, sent as JSON.
 
-Large tensors are not part of messages: a message has the path of a safetensors file, in memory that both sides map.
+Large tensors are not part of messages: a message says where they lie, in memory that both sides map.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unirl.types.errors import ContractError
 from unirl.types.weights import SumKind, WeightSpec
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the messages, incremented with every change. Both sides compare it."""
 
 
@@ -71,6 +72,17 @@ class ReceiveWeights:
 
     policy_version: int
     path: str
+    specs: list[WeightSpec]
+
+
+@dataclass(frozen=True)
+class TakeWeights:
+    """Some of the announced tensors, loaded before the answer, since the next ones are written over them
+    (`unirl.types.shared_buckets`)."""
+
+    policy_version: int
+    place: dict[str, Any]  # Any: see `unirl.types.shared_buckets.Place`
+    num_bytes: int
     specs: list[WeightSpec]
 
 
@@ -137,6 +149,7 @@ _COMMON = (
     Beat,
     BeginWeights,
     ReceiveWeights,
+    TakeWeights,
     FinishWeights,
     LoadAdapter,
     Loaded,
@@ -179,7 +192,7 @@ class MessageCodec:
             call = int(content.pop("call", 0))
             message_class = self._classes[content.pop("message")]
             if "specs" in content:
-                content["specs"] = [_spec(**spec) for spec in content["specs"]]
+                content["specs"] = [read_spec(**spec) for spec in content["specs"]]
             return call, message_class(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ContractError(
@@ -188,5 +201,8 @@ class MessageCodec:
             ) from error
 
 
-def _spec(name: str, shape: list[int], dtype: str, checksum: str, stops: list[int], sum_kind: SumKind) -> WeightSpec:
+def read_spec(
+    name: str, shape: Sequence[int], dtype: str, checksum: str, stops: Sequence[int], sum_kind: SumKind
+) -> WeightSpec:
+    """A spec by the fields that JSON has of it."""
     return WeightSpec(name, tuple(shape), dtype, checksum, tuple(stops), sum_kind)

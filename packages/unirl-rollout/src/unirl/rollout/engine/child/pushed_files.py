@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
+
+import torch
 
 from unirl.rollout.engine.child.messages import ReceiveWeights
 from unirl.rollout.engine.push import refuse
@@ -23,6 +26,11 @@ class PushedFiles:
     folder: of the files. A file that a bucket came in is read where it is, if that is on the same file system; the next
     push must then bring all.
     """
+
+    keeps: Final = True
+    """True if a process that starts later can be sent all that was pushed."""
+    device: Final = torch.device("cpu")
+    """Where the files are."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

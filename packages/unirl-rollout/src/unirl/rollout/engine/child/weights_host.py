@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -16,12 +17,14 @@ from unirl.rollout.engine.child.messages import (
     Message,
     ReceiveWeights,
     Sleep,
+    TakeWeights,
     WakeUp,
 )
 from unirl.rollout.engine.push import CompletePush, PushReceiver
 from unirl.types.bucket_files import MappedBuckets
 from unirl.types.errors import ConfigError, ContractError
-from unirl.types.weights import WeightBucket
+from unirl.types.shared_buckets import Place
+from unirl.types.weights import WeightBucket, WeightSpec
 
 
 class WeightsHost(ABC):
@@ -52,7 +55,12 @@ class WeightsHost(ABC):
 
     @abstractmethod
     def _load_kept(self, push: CompletePush) -> int:
-        """Load all kept buckets; returns how many parameters took a value."""
+        """Load all kept buckets; returns how many parameters took a value, in this push as a whole."""
+
+    def _take(self, place: Place, specs: Sequence[WeightSpec]) -> None:
+        """Verify the tensors of a bucket, and load them. Engines whose class says `shares_memory` have it."""
+        del place, specs
+        raise ContractError(f"{self.called} does not load a bucket before the others have come")
 
     @abstractmethod
     def _act_with(self, adapter: SentAdapter) -> int | None:
@@ -79,6 +87,9 @@ class WeightsHost(ABC):
                 bucket = WeightBucket(message.policy_version, tensors, tuple(message.specs))
                 with self._pushes.receiving(bucket):
                     self._keep(message.path, bucket)
+            case TakeWeights():
+                with self._pushes.taking(message.policy_version, message.specs, message.num_bytes):
+                    self._take(message.place, message.specs)
             case FinishWeights():
                 return self._finish_push(message.policy_version)
             case LoadAdapter():

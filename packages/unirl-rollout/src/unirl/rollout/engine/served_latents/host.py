@@ -13,7 +13,7 @@ from unirl.rollout.engine.push import CompletePush, PushReceiver
 from unirl.rollout.engine.served_latents.call import SampledLatents, SampleLatents
 from unirl.rollout.engine.served_latents.folder import pushed_shapes
 from unirl.types.errors import WeightSyncError
-from unirl.types.weights import WeightBucket
+from unirl.types.weights import WeightBucket, WeightSpec
 
 
 class LatentsHost(WeightsHost):
@@ -67,13 +67,20 @@ class LatentsHost(WeightsHost):
 
     def _keep(self, path: str, bucket: WeightBucket) -> None:
         self._paths.append(path)
-        self._sent.update({spec.name: spec.checksum for spec in bucket.specs})
+        self._note_sent(bucket.specs)
+
+    def _note_sent(self, specs: Sequence[WeightSpec]) -> None:
+        self._sent.update({spec.name: spec.checksum for spec in specs})
 
     def _load_kept(self, push: CompletePush) -> int:
         del push
-        num_bound = self._load(self._paths)
+        num_bound = self._load(self._paths) if self._paths else self._num_taken()
         self._prove_effect()
         return num_bound
+
+    def _num_taken(self) -> int:
+        """How many parameters took a value from buckets of this push that were loaded one by one, summed over ranks."""
+        raise WeightSyncError("a push ended that brought no tensor")
 
     def _prove_effect(self) -> None:
         """Raise WeightSyncError if the engine's weights did not change on some rank although other tensors were sent

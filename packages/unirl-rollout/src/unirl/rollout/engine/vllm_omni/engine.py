@@ -56,6 +56,7 @@ class VLLMOmniEngine(ServedLatentsEngine):
         "FluxFillBundle",
     )
     sleep_levels: ClassVar[tuple[int, ...]] = (1,)
+    shares_memory: ClassVar[bool] = True
     renamed_keywords: ClassVar[Renamed] = {"num_gpus": "num_devices", "push_transport": None}
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_omni.server"

@@ -27,6 +27,8 @@ from unirl.rollout.engine.vllm_omni.transformers import NATIVE
 from unirl.rollout.engine.written_for import VLLM_OMNI
 from unirl.types.adapters import factor_pairs
 from unirl.types.errors import ContractError, WeightSyncError
+from unirl.types.shared_buckets import Place
+from unirl.types.weights import WeightSpec
 
 _PACKAGE = __name__.rpartition(".")[0]
 _WARM_UP_TOKENS = 32
@@ -89,6 +91,17 @@ class EngineHost(LatentsHost):
 
     def _load(self, paths: Sequence[str]) -> int:
         return sum(found["num_bound"] for found in self._ask("unirl_load_files", list(paths)))
+
+    def _begin_push(self) -> None:
+        super()._begin_push()
+        self._ask("unirl_begin")
+
+    def _take(self, place: Place, specs: Sequence[WeightSpec]) -> None:
+        self._ask("unirl_take", place, [dataclasses.asdict(spec) for spec in specs])
+        self._note_sent(specs)
+
+    def _num_taken(self) -> int:
+        return sum(found["num_bound"] for found in self._ask("unirl_taken"))
 
     def _checksums(self) -> Sequence[str]:
         return [found["checksum"] for found in self._ask("unirl_checksum")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ import torch
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
+from unirl.rollout.engine.child.messages import read_spec
 from unirl.rollout.engine.served_latents.ranks import of_all_ranks
 from unirl.types.adapters import factor_pairs, merged_weight
 from unirl.types.bucket_files import MappedBuckets
-from unirl.types.weights import plain_names, tensor_checksum
+from unirl.types.errors import WeightSyncError
+from unirl.types.shared_buckets import BucketReader, Place
+from unirl.types.weights import WeightBucket, plain_names, tensor_checksum
 
 _EXTENSION: Any = importlib.import_module("vllm_omni.diffusion.worker.diffusion_worker").CustomPipelineWorkerExtension
 _LORA: Any = importlib.import_module("vllm_omni.lora.request").LoRARequest
 
 _MAPPED = MappedBuckets()
+_TAKEN = BucketReader()
 
 Facts = dict[str, Any]  # Any: JSON
 """Answer of a method: its findings, or `error`. An exception would end vLLM-Omni."""
@@ -52,19 +58,45 @@ class PushExtension(_EXTENSION):
         }
 
     def unirl_load_files(self, paths: list[str]) -> Facts:
-        """Load all weights from safetensors files, with names as in the checkpoint; `error` if a parameter took no
-        value, which vLLM-Omni itself does not report."""
+        """Load all weights from safetensors files, with names as in the checkpoint; `error` as in `unirl_taken`."""
         _MAPPED.forget_removed()
-        tensors = {name: tensor for path in paths for name, tensor in _MAPPED.tensors(path).items()}
+        return self._load({name: tensor for path in paths for name, tensor in _MAPPED.tensors(path).items()}) or (
+            self.unirl_taken()
+        )
+
+    def unirl_begin(self) -> Facts:
+        """Begin a push, which no parameter has a value of."""
+        self._bound: set[str] = set()
+        return {}
+
+    def unirl_take(self, place: Place, specs: list[dict[str, Any]]) -> Facts:  # Any: see WeightSpec
+        """Load a bucket from memory that the next one is written to; `error` if it is not what was described."""
+        try:
+            bucket = WeightBucket(0, _TAKEN.tensors(place), tuple(read_spec(**spec) for spec in specs))
+            bucket.verify()
+        except WeightSyncError as error:
+            return {"error": str(error)}
+        failed = self._load(bucket.tensors)
+        _TAKEN.settle()
+        return failed
+
+    def unirl_taken(self) -> Facts:
+        """How many parameters took a value since `unirl_begin`; `error` if one took none: vLLM-Omni does not say."""
+        _TAKEN.forget()
+        own = self._parameters()
+        if missing := sorted(own.keys() - self._bound):
+            return {"error": f"{len(missing)} of {len(own)} parameters took no value: {', '.join(missing[:20])}"}
+        return {"num_bound": len(own)}
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> Facts:
+        """Load tensors with names as in the checkpoint."""
         pipeline: Any = self.model_runner.pipeline
         try:
             loaded = pipeline.load_weights((pipeline.weight_prefix + name, tensor) for name, tensor in tensors.items())
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        own = self._parameters()
-        if missing := sorted(own.keys() - set(loaded)):
-            return {"error": f"{len(missing)} of {len(own)} parameters took no value: {', '.join(missing[:20])}"}
-        return {"num_bound": len(own)}
+        self._bound.update(loaded)
+        return {}
 
     def unirl_checksum(self) -> Facts:
         """One checksum of all parameters and buffers that a push covers."""
