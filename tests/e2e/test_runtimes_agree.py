@@ -60,7 +60,7 @@ def one_step(recipe, runtime, run_dir):
         req = trainer.collector.request(0, recipe["batch_size"])
         with runtime.role("engine").generate(req, policy=runtime.role("stack").rollout_policy()) as resp:
             pixels = torch.cat(resp.map(pixels_of))
-            runtime.role("reward").score_track(resp, "image", is_shaped=False)
+            runtime.role("reward").score_track(resp, "image", is_training=False)
             resp.refresh()
             rewards = resp.meta.track("image").rewards
         again = make_trainer(run_of({**recipe, "eval": None}), runtime, run_dir, [], threading.Event())

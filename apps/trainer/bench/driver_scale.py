@@ -268,7 +268,7 @@ class Reward:
     """Scores by the id."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """A number per sample."""
         own = resp.tracks[track]
         rewards = torch.tensor([float(hash(name) % 100) for name in own.sample_ids])

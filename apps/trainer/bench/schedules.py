@@ -87,7 +87,7 @@ class Reward(Sleeper):
     """Scores at random."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """A number per sample."""
         own = resp.tracks[track]
         self.work(own.batch_size)

@@ -116,7 +116,7 @@ def test_two_scorers_of_one_name_are_refused(tmp_path):
 def test_a_card_says_what_the_constructor_does(name):
     card = CATALOG[name]
     keywords = inspect.signature(imported(card.target)).parameters
-    if name not in ("function", "labels"):
+    if name not in ("function", "pairwise_function", "labels"):
         assert keywords["name"].default == name
     if card.normalisation is None:
         assert "normalise" not in keywords, "a switch that could only be refused"

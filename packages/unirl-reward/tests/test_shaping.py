@@ -115,7 +115,7 @@ PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=4)
 )
 def test_attached_rewards_are_shaped_and_components_and_evaluation_are_not(keywords, expected):
     evaluated = rollout(PARAMS)
-    service(**keywords).score_track(evaluated, "text", is_shaped=False)
+    service(**keywords).score_track(evaluated, "text", is_training=False)
     assert evaluated.root_track().rewards.tolist() == [1.0, 1.0, 1.0]
     resp = rollout(PARAMS)
     service(**keywords).score_track(resp, "text")

@@ -392,9 +392,9 @@ class BrightnessReward:
         """Groups whose samples all get one reward."""
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """Scores, and writes what it found into the track."""
-        if is_shaped:
+        if is_training:
             self.events.append("score")
         own = resp.tracks[track]
         if isinstance(own.decoded, Videos):

@@ -60,9 +60,9 @@ class Crediting(BrightnessReward):
     how: Credit = "mean"
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """As the reward service does."""
-        super().score_track(resp, track, is_shaped=is_shaped)
+        super().score_track(resp, track, is_training=is_training)
         resp.tracks["plan"] = resp.propagate_rewards(track, "plan", self.how).tracks["plan"]
         return {}
 
@@ -257,6 +257,17 @@ def test_a_refill_asks_for_as_many_trees_as_divide_over_the_devices(
     made = Made(tmp_path, branches=False, params=params)
     monkeypatch.setattr(LocalRuntime, "num_shards", num_shards)
     assert made.collector._fresh_groups(0, 1).batch_size == num_groups * 12
+
+
+def test_a_refill_divides_over_the_devices_in_groups_where_these_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One group of four samples is missing; four would divide over two devices, the group does not."""
+    made = Made(tmp_path, branches=False, params=sampling(samples_per_prompt=4))
+    monkeypatch.setattr(LocalRuntime, "num_shards", 2)
+    assert made.collector._fresh_groups(0, 1).batch_size == 4
+    made.collector._keeps_groups = True
+    assert made.collector._fresh_groups(0, 1).batch_size == 8
 
 
 class Interrupted(Branching):

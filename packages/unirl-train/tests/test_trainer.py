@@ -639,8 +639,8 @@ class AllEqual:
 class Hackable(BrightnessReward):
     """The mean pixel is a scorer that should rise; what is rewarded is that it falls."""
 
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
-        super().score_track(resp, track, is_shaped=is_shaped)
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
+        super().score_track(resp, track, is_training=is_training)
         own = resp.tracks[track]
         resp.tracks[track] = own.replace(rewards=-own.component_rewards["bright"])
         return {}

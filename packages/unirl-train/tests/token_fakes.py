@@ -312,7 +312,7 @@ class FirstDigitReward:
         self.same = same
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """Scores, and writes what it found into the track."""
         own = resp.tracks[track]
         assert isinstance(own.decoded, Texts)

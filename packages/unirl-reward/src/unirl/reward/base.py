@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from unirl.reward.card import ScorerCard
 from unirl.reward.compose import composed
+from unirl.reward.grouping import fail_groups, whole_groups
+from unirl.types.batch import rows_by
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.devices import empty_cache
 from unirl.types.errors import ConfigError, ContractError, RewardError
@@ -26,7 +28,8 @@ from unirl.types.reward import RewardRequest, RewardResponse
 
 Isolation = Literal["none", "batch", "sample"]
 """How far a failure spreads: `none` raises at once, `batch` fails the samples of that batch, `sample` scores the
-samples of a failed batch one by one and fails only those that fail alone."""
+samples of a failed batch one by one, or group by group where these are compared, and fails only those that fail
+alone."""
 
 SAMPLE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError)
 """What a scorer may raise because of its samples or its machine. TypeError, NameError, ImportError and the like are
@@ -50,7 +53,7 @@ class LocalScorer(ABC):
     """Scores samples in this process, `batch_size` at a time.
 
     name: how results and messages call it; no "/", which separates scorer and component.
-    batch_size: most samples of one `score_batch` call.
+    batch_size: most samples of one `score_batch` call; a scorer that compares groups gets whole ones, at least one.
     device: where modules live and where media are moved before `score_batch`.
     component_weights: component -> weight, for a scorer that returns several values; its reward is their weighted
     sum. Empty: the scorer returns one tensor, which is the reward.
@@ -67,6 +70,9 @@ class LocalScorer(ABC):
     prompt_grammar: ClassVar[str | None] = None
     """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
     ask it of a data file; its module imports no heavy library. None judges any prompt."""
+    is_groupwise: bool = False
+    """True if a sample's score depends on the others of its group. A batch is then one or several whole groups, and a
+    sample that fails takes its group with it."""
     model_billions: ClassVar[float] = 0.0
     """Billions of parameters of its own model, which `trainer check --memory` counts; 0 where it has none."""
     card: ClassVar[ScorerCard | None] = None
@@ -169,12 +175,15 @@ class LocalScorer(ABC):
         for row in _non_finite_media(request):
             errors[row] = _NON_FINITE
         self._raise_if(errors, request.sample_ids, isolation)
-        for start in range(0, num_samples, self.batch_size):
-            # A batch keeps its place when a sample before it fails, so that no value depends on other batches.
-            batch = range(start, min(start + self.batch_size, num_samples))
+        self._fail_groups(request, values, errors)
+        # A batch keeps its place when a sample before it fails, so that no value depends on other batches.
+        for batch in self.batches(request):
             if rows := [row for row in batch if errors[row] is None]:
-                chosen = request if is_private and len(rows) == num_samples else request.select(rows)
-                self._score_rows(request, chosen, rows, isolation, values, errors)
+                is_whole = is_private and rows == list(range(num_samples))
+                self._score_rows(
+                    request, request if is_whole else request.select(rows), rows, isolation, values, errors
+                )
+        self._fail_groups(request, values, errors)
         return RewardResponse(
             sample_ids=list(request.sample_ids),
             rewards=self._reward(values),
@@ -195,13 +204,15 @@ class LocalScorer(ABC):
         bad = {request.sample_ids[row]: _NON_FINITE for row in _non_finite_media(request)}
         if bad:
             raise RewardError(describe_failures(self.name, bad))
-        rows = list(range(len(request.sample_ids)))
-        batches = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        batches = self.batches(request)
         found = [
             self._named(self.score_batch_with_gradient(request.select(batch).to(self.device)), len(batch))
             for batch in batches
         ]
         values = {key: torch.cat([values_b[key] for values_b in found]) for key in self._keys()}
+        if self.is_groupwise:
+            places_B = torch.tensor([row for batch in batches for row in batch]).argsort()
+            values = {key: value[places_B.to(value.device)] for key, value in values.items()}
         rewards_B = self._reward(values).float()
         is_finite_B = rewards_B.isfinite()
         if not is_finite_B.all():
@@ -209,6 +220,24 @@ class LocalScorer(ABC):
             reasons = {request.sample_ids[row]: f"its value is {rewards_B[row].item()}" for row in wrong}
             raise RewardError(describe_failures(self.name, reasons))
         return rewards_B.to(device_of(request))
+
+    def batches(self, request: RewardRequest) -> list[list[int]]:
+        """The rows of each `score_batch` call. Raises ContractError if groups are compared and the request has none."""
+        num_samples = len(request.sample_ids)
+        if not self.is_groupwise:
+            starts = range(0, num_samples, self.batch_size)
+            return [list(range(start, min(start + self.batch_size, num_samples))) for start in starts]
+        if not request.group_ids:
+            raise ContractError(f"scorer {self.name} compares samples of a group; the request has no group_ids")
+        return whole_groups(request.group_ids, self.batch_size)
+
+    def _fail_groups(self, request: RewardRequest, values: dict[str, Tensor], errors: list[str | None]) -> None:
+        """Where groups are compared: take the values of every sample whose group has an error."""
+        if self.is_groupwise and any(errors):
+            fail_groups(request.sample_ids, request.group_ids, errors, "cannot be compared")
+            rows = [row for row, error in enumerate(errors) if error is not None]
+            for value_B in values.values():
+                value_B[rows] = torch.nan
 
     def _check_ready(self, request: RewardRequest) -> None:
         if not request.sample_ids:
@@ -245,9 +274,11 @@ class LocalScorer(ABC):
             reason = f"{type(error).__name__}: {error} ({raised_at(error, self.source_file)})"
             if isolation == "none":
                 raise RewardError(f"scorer {self.name} failed on samples {_listed(ids)}: {reason}") from error
-            if isolation == "sample" and len(rows) > 1:
-                for row in rows:
-                    self._score_rows(request, request.select([row]), [row], isolation, values, errors)
+            parts = list(rows_by(request.group_ids[row] if self.is_groupwise else row for row in rows).values())
+            if isolation == "sample" and len(parts) > 1:
+                for part in parts:
+                    own = [rows[place] for place in part]
+                    self._score_rows(request, request.select(own), own, isolation, values, errors)
                 return
             for row in rows:
                 errors[row] = reason

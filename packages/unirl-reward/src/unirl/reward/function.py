@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unirl.reward.base import SAMPLE_ERRORS, LocalScorer, raised_at
 from unirl.reward.card import ScorerCard
+from unirl.types.batch import rows_by
 from unirl.types.bounds import PositiveInt
 from unirl.types.errors import ConfigError, ContractError, UniRLError, as_sentence
 from unirl.types.media import Audios, Images, Texts, Videos
@@ -25,7 +26,7 @@ RewardFunction = Callable[..., Any]
 
 
 class FunctionRewardScorer(LocalScorer):
-    """Calls `function(images, prompts, metadata, **kwargs)` on every batch.
+    """Calls `function(images, prompts, metadata, **kwargs)` on every batch, or with `groupwise` on every group.
 
     function: a callable, or its dotted path, "my_package.rewards.brightness".
     images: tensor [b, C, H, W] in [0, 1]; for videos a list of [T, C, H, W], for texts a list of str, for sounds a list
@@ -33,6 +34,7 @@ class FunctionRewardScorer(LocalScorer):
     prompts: list of str. metadata: list of dict, the sample's row of the data file (empty where there is none).
     The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
     reward. None or a non-finite number says that a sample could not be scored.
+    groupwise: call it once per group, with all samples of one prompt, where a score depends on the others.
     kwargs: passed on to the function.
     Raises ConfigError if the dotted path leads nowhere, and for keywords that the function does not take or lacks.
     """
@@ -57,26 +59,22 @@ class FunctionRewardScorer(LocalScorer):
         batch_size: PositiveInt = 8,
         device: str = "cpu",
         component_weights: Mapping[str, float] | None = None,
+        groupwise: bool = False,
         **kwargs: Any,  # Any: the user's own keywords
     ) -> None:
-        self.function = imported(function) if isinstance(function, str) else function
-        if not callable(self.function):
-            raise ConfigError(f"function = {function!r} is a {type(self.function).__name__}, which cannot be called")
-        self.function_name = function if isinstance(function, str) else _name_of(self.function)
-        _check_keywords(self.function, self.function_name, self.num_inputs, kwargs)
+        self._function = UserFunction(function, self.num_inputs, kwargs)
         super().__init__(
-            name=name if name is not None else self.function_name.rpartition(".")[2],
+            name=name if name is not None else self._function.name.rpartition(".")[2],
             batch_size=batch_size,
             device=device,
             component_weights=component_weights,
         )
-        self.kwargs = kwargs
+        self.is_groupwise = groupwise
 
     @property
     def source_file(self) -> str | None:
         """The function's own."""
-        function = inspect.unwrap(self.function)
-        return function.__code__.co_filename if isinstance(function, FunctionType) else None
+        return self._function.source_file
 
     def score_batch(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
         """The function's numbers.
@@ -84,21 +82,66 @@ class FunctionRewardScorer(LocalScorer):
         Raises ContractError naming the function if it returned something else, and with file and line where it
         raised what no sample is the reason of (TypeError, NameError, ...).
         """
-        metadata = [row if row is not None else {} for row in request.metadata] or [{} for _ in request.sample_ids]
+        if not self.is_groupwise:
+            return self._scores(request)
+        # The function knows nothing of groups: it gets one at a time.
+        groups = list(rows_by(request.group_ids).values())
+        places_b = torch.tensor([row for rows in groups for row in rows]).argsort()
+        found = [self._named(self._scores(request.select(rows)), len(rows)) for rows in groups]
+        joined = {key: torch.cat([values[key].cpu() for values in found])[places_b] for key in self._keys()}
+        return joined if self.component_weights else joined[self.name]
+
+    def _scores(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
+        found = self._function(media_of(request), request.prompts, metadata_of(request))
+        if isinstance(found, Mapping):
+            return {str(key): self._function.numbers(value) for key, value in found.items()}
+        return self._function.numbers(found)
+
+
+class UserFunction:
+    """A user's function with its keywords, whose mistakes are told by its name.
+
+    function: a callable, or its dotted path. num_inputs: arguments that it gets from the samples. unit: what it gives
+    one number of.
+    Raises ConfigError if the dotted path leads nowhere, and for keywords that the function does not take or lacks.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | str,
+        num_inputs: int,
+        keywords: Mapping[str, Any],  # Any: the user's own keywords
+        *,
+        unit: str = "sample",
+    ) -> None:
+        self.function = imported(function) if isinstance(function, str) else function
+        if not callable(self.function):
+            raise ConfigError(f"function = {function!r} is a {type(self.function).__name__}, which cannot be called")
+        self.name = function if isinstance(function, str) else _name_of(self.function)
+        self.keywords = keywords
+        self._unit = unit
+        _check_keywords(self.function, self.name, num_inputs, keywords)
+
+    @property
+    def source_file(self) -> str | None:
+        """The file that it is written in."""
+        function = inspect.unwrap(self.function)
+        return function.__code__.co_filename if isinstance(function, FunctionType) else None
+
+    def __call__(self, *inputs: Any) -> Any:  # Any: whatever a user's function takes and returns
+        """What it returns. Raises ContractError with file and line where it raised what no sample is the reason of."""
         try:
-            found = self.function(_media(request), request.prompts, metadata, **self.kwargs)
+            return self.function(*inputs, **self.keywords)
         except (*SAMPLE_ERRORS, UniRLError):
             raise
         except Exception as error:
             raise ContractError(
-                f"reward function {self.function_name} raised {type(error).__name__}: {error} "
+                f"reward function {self.name} raised {type(error).__name__}: {error} "
                 f"({raised_at(error, self.source_file)})"
             ) from error
-        if isinstance(found, Mapping):
-            return {str(key): self._numbers(value) for key, value in found.items()}
-        return self._numbers(found)
 
-    def _numbers(self, value: Any) -> Tensor:  # Any: whatever a user's function returns
+    def numbers(self, value: Any) -> Tensor:  # Any: whatever a user's function returns
+        """Its numbers as a tensor, NaN for None. Raises ContractError for anything else."""
         if isinstance(value, (Tensor, np.ndarray)):
             return torch.as_tensor(value)
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -110,8 +153,9 @@ class FunctionRewardScorer(LocalScorer):
 
     def _complaint(self, value: Any) -> str:  # Any: whatever a user's function returns
         return (
-            f"reward function {self.function_name} returned {type(value).__name__} {str(value)[:80]!r}; "
-            "it must return one number per sample (list, array or tensor), or a dict of these"
+            f"reward function {self.name} returned {type(value).__name__} {str(value)[:80]!r}; "
+            f"it must return one number per {self._unit} (list, array or tensor)"
+            f"{', or a dict of these' if self._unit == 'sample' else ''}"
         )
 
 
@@ -140,8 +184,9 @@ def _check_keywords(function: RewardFunction, name: str, num_inputs: int, keywor
     try:
         signature.bind(*(None,) * num_inputs, **keywords)
     except TypeError as error:
+        inputs = "(images, prompts, metadata)" if num_inputs == 3 else f"{num_inputs} inputs"
         raise ConfigError(
-            f"reward function {name}{signature} cannot be called with (images, prompts, metadata) and the keywords "
+            f"reward function {name}{signature} cannot be called with {inputs} and the keywords "
             f"{sorted(keywords)}: {as_sentence(error)} Change the function or the keywords."
         ) from error
 
@@ -151,7 +196,13 @@ def _name_of(function: RewardFunction) -> str:
     return function.__name__ if isinstance(function, FunctionType) else type(function).__name__
 
 
-def _media(request: RewardRequest) -> Tensor | list[Tensor] | list[str] | list[Sound]:
+def metadata_of(request: RewardRequest) -> list[dict[str, Any]]:  # Any: rows of a user's data file
+    """The row of the data file of each sample, empty where there is none."""
+    return [row if row is not None else {} for row in request.metadata] or [{} for _ in request.sample_ids]
+
+
+def media_of(request: RewardRequest) -> Tensor | list[Tensor] | list[str] | list[Sound]:
+    """The generated medium as functions take it. Raises ContractError unless there is exactly one."""
     if len(request.generated) != 1:
         raise ContractError(f"a reward function takes one generated medium; the request has {list(request.generated)}")
     media = next(iter(request.generated.values()))

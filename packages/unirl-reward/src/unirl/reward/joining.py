@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from unirl.reward.asking import FailurePolicy
-from unirl.reward.compose import Aggregation, composed, failed_groups
+from unirl.reward.compose import Aggregation, composed
+from unirl.reward.grouping import fail_groups
 from unirl.types.episodes import EPISODE
 from unirl.types.errors import ContractError, RewardError, as_sentence
 from unirl.types.reward import RewardRequest, RewardResponse
@@ -103,15 +104,7 @@ def first_errors(earlier: Sequence[str | None], later: Sequence[str | None]) -> 
 
 def _drop_groups(sample_ids: Sequence[str], group_ids: Sequence[str], errors: list[str | None]) -> int:
     """Give every sample of a failed group an error. Returns how many groups failed."""
-    groups = failed_groups([error is None for error in errors], group_ids)
-    culprits: dict[str, str] = {}
-    for name, group, error in zip(sample_ids, group_ids, errors, strict=True):
-        if error is not None:
-            culprits.setdefault(group, name)
-    for row, group in enumerate(group_ids):
-        if group in culprits and errors[row] is None:
-            errors[row] = f"group {group} is dropped because sample {culprits[group]} failed"
-    return len(groups)
+    return fail_groups(sample_ids, group_ids, errors, "is dropped")
 
 
 def _component_rewards(answers: Mapping[str, RewardResponse]) -> dict[str, Tensor]:

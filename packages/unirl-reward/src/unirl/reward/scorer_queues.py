@@ -1,7 +1,7 @@
 """Scoring in the background: each scorer has a queue and its own threads; a ticket names what was put in.
 
 A queue cuts the samples of a ticket where scoring them all at once would cut them, at multiples of the scorer's batch
-size, so that no value depends on how the samples arrived.
+size, so that no value depends on how the samples arrived. For a scorer that compares groups it cuts between them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.grouping import compares_groups, whole_groups
+from unirl.types.batch import rows_by
 from unirl.types.devices import current_stream, on_stream
 from unirl.types.errors import ContractError
 from unirl.types.protocols.rewards import ConcurrentScorer, Scorer
@@ -137,19 +140,24 @@ class Stream:
         self.jobs: list[Job] = []
         self._queue = queue
         self._batch_size = scorer.batch_size if isinstance(scorer, LocalScorer) else 1
+        self._compares_groups = compares_groups(scorer)
+        self._known_groups: set[str] = set()
         self._rest: RewardRequest | None = None
         self._since_s = 0.0
         self.max_depth = 0
 
     def add(self, request: RewardRequest) -> None:
-        """Submit whole batches of what has come so far; the rest waits for more."""
+        """Submit whole batches of what has come so far; the rest waits for more.
+
+        Raises ContractError if groups are compared and a part of one comes after others have followed it.
+        """
         came_s = time.perf_counter()
         if self._rest is None:
             whole, self._since_s = request, came_s
         else:
             whole = RewardRequest.concat([self._rest, request])
         size = len(whole.sample_ids)
-        num_ready = size // self._batch_size * self._batch_size
+        num_ready = self._num_whole(whole) if self._compares_groups else size // self._batch_size * self._batch_size
         if num_ready:
             self._submit(whole.slice(0, num_ready))
             self._since_s = came_s
@@ -178,6 +186,21 @@ class Stream:
     def busy_s(self) -> float:
         """Seconds that the queue scored."""
         return sum(job.finished_s - job.started_s for job in self.jobs)
+
+    def _num_whole(self, request: RewardRequest) -> int:
+        """Leading samples of batches whose groups are complete. Groups of one sample are left: evaluations have such,
+        and leave their comparison out."""
+        ids = request.group_ids
+        runs = [group for group, _ in groupby(ids)]
+        if torn := self._known_groups.intersection(runs) or {group for group in runs if runs.count(group) > 1}:
+            raise ContractError(f"samples of group {min(torn)} came apart, but scorer {self._queue.name} compares them")
+        num = 0
+        for part in whole_groups(ids, self._batch_size)[:-1]:
+            if min(len(rows) for rows in rows_by(ids[row] for row in part).values()) == 1:
+                break
+            num += len(part)
+        self._known_groups.update(ids[:num])
+        return num
 
     def _submit(self, request: RewardRequest) -> None:
         self.jobs.append(self._queue.submit(request, self._since_s))

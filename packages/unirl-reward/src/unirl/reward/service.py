@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from unirl.reward.asking import FailurePolicy, ask_again, ask_scorer
 from unirl.reward.base import LocalScorer, device_of
 from unirl.reward.compose import Aggregation, checked_weights, composed
+from unirl.reward.grouping import compares_groups
 from unirl.reward.joining import completed, first_errors, joined, without_failed_episodes
 from unirl.reward.scorer_queues import ScorerQueues, Stream, Ticket, gauges
 from unirl.reward.shaping import LengthShaping, TruncatedReward
@@ -106,28 +107,29 @@ class RewardService:
     def score(self, request: RewardRequest) -> RewardResponse:
         """Rewards of B samples. component_rewards has each scorer's reward under its name, and
         `scorer/component` for a scorer with several. Raises RewardError as `on_failure` says."""
-        started = time.perf_counter()
-        scored = self._composed(request, lambda name: self._ask(name, request))
-        return scored.replace(compute_s=time.perf_counter() - started)
+        return self._answer(request, list(self.scorers))
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_track(self, resp: RolloutResp, track: str, *, is_shaped: bool = True) -> dict[str, float]:
+    def score_track(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> dict[str, float]:
         """Score the decoded media of a track, and write rewards, component rewards and errors into it where it lies;
         the tracks that it grew from are credited as `credit` says. Changes `resp` in place.
 
-        is_shaped: whether the length of texts changes their rewards (training) or not (evaluation); component rewards
-        stay as the scorers gave them.
+        is_training: the length of texts changes their rewards; component rewards stay as the scorers gave them. An
+        evaluation leaves that out, and scorers that compare samples of a group, since it has one sample per prompt;
+        where no other scorer has a weight, its reward is the plain sum of the others.
         Returns how scoring kept up with an engine that hands its samples over; nothing where it does not.
         Raises ContractError if the track already has rewards or no media, and what `score` raises.
         """
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = self._scored_by_size(reward_requests(resp, track), _asked(self.scorers, is_training))
         scored = without_failed_episodes(own, scored, self.on_failure)
         if self._elsewhere:
-            scored = completed(own, scored, self._all_weights, self.aggregation)
-        if is_shaped and isinstance(own.segment, TextSegment):
+            known = {**own.component_rewards, **scored.component_rewards}
+            weights = self._all_weights if is_training else _of_some(self._all_weights, known)
+            scored = completed(own, scored, weights, self.aggregation)
+        if is_training and isinstance(own.segment, TextSegment):
             params = own.segment.params
             max_len = None if params is None else params.max_new_tokens
             scored = scored.replace(rewards=self._shaping(scored.rewards, own.segment, max_len))
@@ -143,13 +145,15 @@ class RewardService:
         return scored.gauges or {}
 
     @distributed(Dispatch.DP_SCATTER, Collect.ALL)
-    def score_part(self, resp: RolloutResp, track: str) -> None:
+    def score_part(self, resp: RolloutResp, track: str, *, is_training: bool = True) -> None:
         """Write the component rewards and errors of these scorers into a track, whose reward another service composes
         (`elsewhere`) with `score_track`. Changes `resp` in place. Raises as `score_track`."""
+        if not (names := _asked(self.scorers, is_training, may_be_none=True)):
+            return
         own = resp.track(track)
         if own.rewards is not None:
             raise ContractError(f"track {track} already has rewards; score each rollout once")
-        scored = self._scored_by_size(reward_requests(resp, track))
+        scored = self._scored_by_size(reward_requests(resp, track), names)
         scored = without_failed_episodes(own, scored, self.on_failure)
         resp.tracks[track] = own.replace(
             component_rewards={**own.component_rewards, **scored.component_rewards},
@@ -157,19 +161,29 @@ class RewardService:
         )
         resp.reward_compute_s += scored.compute_s
 
-    def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]]) -> RewardResponse:
-        """The answer to requests about images of one size each, in the order of the rows that they ask about."""
+    def _scored_by_size(self, parts: list[tuple[list[int], RewardRequest]], names: Sequence[str]) -> RewardResponse:
+        """The answer of some scorers to requests about images of one size each, in the order of the rows that they ask
+        about."""
         if len(parts) == 1:
-            return self._scored(parts[0][1])
-        answers = [(rows, self.score(request)) for rows, request in parts]
+            return self._scored(parts[0][1], names)
+        groups = [group for _, request in parts for group in set(request.group_ids)]
+        for name in names:
+            if len(set(groups)) < len(groups) and compares_groups(self.scorers[name]):
+                raise ContractError(f"scorer {name} compares samples of a group, whose images have several sizes here")
+        answers = [(rows, self._answer(request, names)) for rows, request in parts]
         seconds = sum(answer.compute_s for _, answer in answers)
         return RewardResponse.concat_rows(answers).replace(compute_s=seconds)
 
-    def _scored(self, request: RewardRequest) -> RewardResponse:
+    def _answer(self, request: RewardRequest, names: Sequence[str]) -> RewardResponse:
+        started = time.perf_counter()
+        scored = self._composed(request, names, lambda name: self._ask(name, request))
+        return scored.replace(compute_s=time.perf_counter() - started)
+
+    def _scored(self, request: RewardRequest, names: Sequence[str]) -> RewardResponse:
         """The answer to a request, taken from the background where the engine has handed these samples over."""
         taken, self._taken = self._taken, None
         if taken is None:
-            return self.score(request)
+            return self._answer(request, names)
         ids = [name for part in self._open[taken][0] for name in part.sample_ids]
         if ids != request.sample_ids:
             self._discard(taken)
@@ -177,7 +191,7 @@ class RewardService:
                 f"the engine handed over samples {ids[:3]}... ({len(ids)}) but {request.sample_ids[:3]}... "
                 f"({len(request.sample_ids)}) are to be scored; score every response before the next is generated"
             )
-        return self.collect(taken)
+        return self._collected(taken, names)
 
     # Rewards as futures -----------------------------------------------------------------------------------------
 
@@ -216,12 +230,16 @@ class RewardService:
         Failed samples are asked again here, as `on_failure` says. compute_s is the time that scorers worked, gauges
         say how scoring kept up. Raises what `score` would; ContractError for a ticket that is not open.
         """
-        requests, streams = self._of(ticket)
+        return self._collected(ticket, list(self.scorers))
+
+    def _collected(self, ticket: Ticket, names: Sequence[str]) -> RewardResponse:
+        requests, all_streams = self._of(ticket)
+        streams = {name: all_streams[name] for name in names}
         try:
             for stream in streams.values():
                 stream.finish()
             began = time.perf_counter()
-            scored = self._composed(RewardRequest.concat(requests), lambda name: streams[name].answer())
+            scored = self._composed(RewardRequest.concat(requests), names, lambda name: streams[name].answer())
             measured = gauges(streams, began)
         finally:
             self._discard(ticket)
@@ -298,17 +316,38 @@ class RewardService:
     def _ask(self, name: str, request: RewardRequest) -> RewardResponse:
         return _asked_alone(self.scorers, self._locks, self.on_failure, name, request)
 
-    def _composed(self, request: RewardRequest, first: Callable[[str], RewardResponse]) -> RewardResponse:
-        """One response of all scorers, failures treated as the policy says. first: scorer's name -> first answer."""
+    def _composed(
+        self, request: RewardRequest, names: Sequence[str], first: Callable[[str], RewardResponse]
+    ) -> RewardResponse:
+        """One response of some scorers, failures treated as the policy says. first: scorer's name -> first answer."""
         final: dict[str, RewardResponse] = {}
         num_retried = 0
-        for name in self.scorers:
+        for name in names:
             ask = functools.partial(self._ask, name)
             final[name], retried = ask_again(name, ask, request, first(name), self.on_failure, self.max_retries)
             num_retried += retried
         # Those elsewhere are still missing, so what is composed here is replaced: a mean might divide by 0.
         aggregation = "weighted_sum" if self._elsewhere else self.aggregation
-        return joined(final, request, self.weights, aggregation, num_retried)
+        weights = self.weights if len(names) == len(self.scorers) else _of_some(self.weights, names)
+        return joined(final, request, weights, aggregation, num_retried)
+
+
+def _asked(scorers: Mapping[str, Scorer], is_training: bool, *, may_be_none: bool = False) -> list[str]:
+    """The scorers that are asked. Raises ConfigError if an evaluation has none."""
+    names = [name for name, scorer in scorers.items() if is_training or not compares_groups(scorer)]
+    if not names and not may_be_none:
+        raise ConfigError(
+            f"an evaluation has one sample per prompt, and {', '.join(scorers)} compare samples of a prompt. Add "
+            "a scorer of single samples to reward.scorers, with the weight 0 if it shall only report, or set eval to "
+            "null."
+        )
+    return names
+
+
+def _of_some(weights: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """The weights of some scorers; 1 each where none of them has a weight."""
+    some = {name: weight for name, weight in weights.items() if name in names}
+    return some if any(some.values()) else dict.fromkeys(some, 1.0)
 
 
 def _asked_alone(

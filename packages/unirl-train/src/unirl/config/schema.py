@@ -451,6 +451,7 @@ RUN_RULES = (
     "unirl.distributed.rules",
     "unirl.trainer.rules",
     "unirl.trainer.stage_rules",
+    "unirl.trainer.reward_rules",
     "unirl.trainer.residency_rules",
     "unirl.trainer.guardrail_rules",
     "unirl.trainer.loops.rules",

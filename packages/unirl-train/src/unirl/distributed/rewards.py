@@ -21,11 +21,11 @@ class LedRewards:
         self._parts = list(parts)
         self._last = last
 
-    def score_track(self, resp: Held, track: str, *, is_shaped: bool = True) -> list[dict[str, float]]:
+    def score_track(self, resp: Held, track: str, *, is_training: bool = True) -> list[dict[str, float]]:
         """Write the rewards of a track into it; how scoring kept up, per shard of the last group."""
         for part in self._parts:
-            part.score_part(resp, track)
-        return self._last.score_track(resp, track, is_shaped=is_shaped)
+            part.score_part(resp, track, is_training=is_training)
+        return self._last.score_track(resp, track, is_training=is_training)
 
     def offload(self) -> None:
         """Move the models of all groups to host memory."""

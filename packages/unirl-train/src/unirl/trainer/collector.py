@@ -93,6 +93,7 @@ class Collector(Generic[ParamsT]):
     track_advantages: used instead of `advantages` for the named tracks.
     collects_ahead: samples are put where they do not wait for the workers that made them (`Held.landed`).
     scouting: chooses which samples are made; None: all are.
+    keeps_groups: a request has whole groups for every worker, since a scorer compares the samples of each.
     A rollout is unfinished from its first request until `finished` is called. `state_dict` is the state before the
     oldest unfinished one, so a resumed run collects that again and loses no prompts.
     One thread may generate, another one score, a third make rollouts of what was scored (`ready`). A refill generates
@@ -116,6 +117,7 @@ class Collector(Generic[ParamsT]):
         track_advantages: Mapping[str, Advantages] | None = None,
         collects_ahead: bool = False,
         scouting: Scouting | None = None,
+        keeps_groups: bool = False,
     ) -> None:
         self._runtime = runtime
         self._settings = settings
@@ -133,6 +135,7 @@ class Collector(Generic[ParamsT]):
         self._selection = BatchSelection(runtime, settings, modality, stack, selection)
         self._collects_ahead = collects_ahead
         self._scouting = scouting
+        self._keeps_groups = keeps_groups
         self._asked_sampling = sampling if scouting is None else scouting.candidates(sampling)
         """With as many samples per prompt as are asked for at first."""
         self.asking = Asking(data)
@@ -321,7 +324,8 @@ class Collector(Generic[ParamsT]):
         """A request for at least `num_groups` new prompts that divides over the devices, with new ids."""
         whole = self._runtime.num_shards * self._sampling.samples_made_together
         counts = {params.samples_per_prompt for params in (self._sampling, self._asked_sampling)}
-        while any((num_groups * count) % whole for count in counts):
+        shards = self._runtime.num_shards if self._keeps_groups else 1
+        while num_groups % shards or any((num_groups * count) % whole for count in counts):
             num_groups += 1
         fresh = self.request(rollout_id, num_groups)
         prefix = f"refill{self.asking.num_dropped_groups}:"

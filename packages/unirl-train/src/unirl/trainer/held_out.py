@@ -118,7 +118,7 @@ def scored_batches(
         req = build(padded)
         with generating.generate(req, policy=policy) as resp:
             name = track or resp.meta.root_name()
-            reward.score_track(resp, name, is_shaped=False)
+            reward.score_track(resp, name, is_training=False)
             resp.refresh()
             yield ScoredBatch(part, resp, resp.meta.root_track())
 

@@ -83,7 +83,7 @@ class StagesEngineRole(EngineRole, Protocol):
 class RewardRole(Protocol):
     """The reward (unirl.reward.service.RewardService)."""
 
-    def score_track(self, resp: Held, track: str, *, is_shaped: bool = True) -> list[dict[str, float]]:
+    def score_track(self, resp: Held, track: str, *, is_training: bool = True) -> list[dict[str, float]]:
         """Write the rewards of a track into it; returns scoring metrics per shard."""
         ...
 

@@ -38,6 +38,7 @@ from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import Digests, Recipe, digests_of
+from unirl.trainer.reward_rules import groupwise_scorers
 from unirl.trainer.roles import BackendRole, StackRole, SyncRole
 from unirl.trainer.scouting import Scouting
 from unirl.trainer.settings import TrainerSettings
@@ -138,6 +139,7 @@ def make_trainer(
         loop=_loop_of(run, settings, run_dir, runtime),
         experience=_experience_of(run, runtime, settings),
         scouting=None if file.scouts is None else Scouting(runtime, file.scouts, clock),
+        keeps_groups=bool(groupwise_scorers(run)),
     )
 
 
@@ -227,11 +229,12 @@ def assemble(
     takes_older: bool = False,
     parity: Parity | None = None,
     scouting: Scouting | None = None,
+    keeps_groups: bool = False,
 ) -> Trainer:
     """Collector, learner and run record on a runtime, and the loop that joins them.
 
     guardrails: makes the guardrails, given `exact_ratios` of the stack, or none where samples may be older than the
-    weights that train. collects_ahead, takes_older: see `Collector` and `Schedule`.
+    weights that train. collects_ahead, keeps_groups, takes_older: see `Collector` and `Schedule`.
     """
     clock = clock if clock is not None else PhaseClock()
     stack = runtime.role("stack", StackRole)
@@ -249,6 +252,7 @@ def assemble(
         scored_track=scored_track,
         collects_ahead=collects_ahead,
         scouting=scouting,
+        keeps_groups=keeps_groups,
     )
     watching = guardrails(exact_ratios=[] if takes_older else stack.exact_ratios())
     learner = Learner(runtime, guardrails=watching, clock=clock, sync=sync, parity=parity, scored_track=scored_track)

@@ -29,6 +29,14 @@ class ConcurrentScorer(Scorer, Protocol):
 
 
 @runtime_checkable
+class GroupwiseScorer(Scorer, Protocol):
+    """A scorer that knows whether it compares samples."""
+
+    is_groupwise: bool
+    """True if a sample's score depends on the others of its group, so that it is asked about whole groups."""
+
+
+@runtime_checkable
 class DifferentiableReward(Protocol):
     """A reward with gradients, in the process that trains."""
 

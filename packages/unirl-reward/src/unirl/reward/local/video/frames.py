@@ -18,7 +18,7 @@ from unirl.reward.local.images.pickscore import PickScoreRewardScorer
 from unirl.reward.local.judges.judge import spread
 from unirl.reward.local.pixels import check_pixels
 from unirl.types.bounds import NonNegative, PositiveInt, bounded
-from unirl.types.errors import ContractError
+from unirl.types.errors import ConfigError, ContractError
 from unirl.types.media import Images, Videos
 from unirl.types.reward import RewardRequest
 
@@ -58,6 +58,11 @@ class FrameScorer(LocalScorer):
     ) -> None:
         weights = {"frames": frames_weight, "consistency": consistency_weight}
         super().__init__(name=name, batch_size=batch_size, device=scorer.device, component_weights=weights)
+        if scorer.is_groupwise:
+            raise ConfigError(
+                f"scorer {name}: {scorer.name} compares samples of a group, and frames of a video are none. Take a "
+                "scorer of single images."
+            )
         self._scorer = scorer
         self.num_frames = num_frames
 
