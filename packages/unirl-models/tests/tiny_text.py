@@ -177,7 +177,8 @@ def qwen_vl(model_type: str, **changes: Any) -> Any:
         config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **shared)
         return transformers.Qwen2_5_VLForConditionalGeneration(config)
     text |= {"head_dim": 32, "rope_parameters": text["rope_parameters"] | {"mrope_interleaved": True}}
-    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    # SGLang pads the width of this tower's feed-forward to a multiple of 64 on a CPU, and does not load a narrower one.
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "intermediate_size": 64}
     return transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **shared)
     )
