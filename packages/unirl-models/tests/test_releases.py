@@ -56,6 +56,11 @@ def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> N
     [
         ("Qwen/Qwen3-4B-Base", transformers.AutoModelForCausalLM, 4.02),
         ("Qwen/Qwen2.5-VL-7B-Instruct", transformers.AutoModelForImageTextToText, 8.29),
+        ("Qwen/Qwen3.5-0.8B", transformers.AutoModelForImageTextToText, 0.853),
+        ("Qwen/Qwen3.5-4B", transformers.AutoModelForImageTextToText, 4.54),
+        ("Qwen/Qwen3.5-9B", transformers.AutoModelForImageTextToText, 9.41),
+        ("Qwen/Qwen3.5-9B", transformers.AutoModelForCausalLM, 8.95),
+        ("Qwen/Qwen3.5-27B", transformers.AutoModelForImageTextToText, 27.4),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", transformers.Qwen3OmniMoeThinkerForConditionalGeneration, 31.7),
         ("openai/clip-vit-large-patch14", transformers.CLIPModel, 0.428),
         ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", transformers.CLIPModel, 0.986),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.ar import Decoder
+from unirl.models.extras import from_extra
 from unirl.models.packed.language import TextCache
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -26,6 +27,9 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.recipe import Part
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
+
+with from_extra("transformers"):
+    from transformers.cache_utils import CacheLayerMixin
 
 FEW = 2
 """Tokens of a completion that are drawn after separate forwards: after the prompt, and after the first token."""
@@ -201,9 +205,10 @@ class FirstTokens(ExitStack):
 
 
 def _num_bytes(cache: Any) -> int:  # Any: as `LanguageBundle.new_cache` gives it
-    """Bytes of keys and values."""
+    """Bytes of keys and values. States of linear attention, which do not grow, are left out."""
     if isinstance(cache, TextCache):
         kept = [] if cache.known is None else [part for layer in cache.known.layers for part in layer]
     else:
-        kept = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        growing = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+        kept = [part for layer in growing for part in (layer.keys, layer.values)]
     return sum(part.numel() * part.element_size() for part in kept)

@@ -31,6 +31,66 @@ class LanguageModel:
 
 
 _QWEN3 = ("Qwen3Config", QWEN3_4B, "Qwen3ForCausalLM")
+
+
+def _qwen3_5(text: Settings, vision: Settings) -> LanguageModel:
+    """A release that sees; tables of positions and ends of texts are alike in all."""
+    common = {
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    settings = {
+        "text_config": {**common, **text},
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+    }
+    return LanguageModel("Qwen3_5Config", settings, "Qwen3_5ForConditionalGeneration", sees=True, patch_size=16)
+
+
+# Widths of the 9B are the defaults of Qwen3_5TextConfig and Qwen3_5VisionConfig. Those of the others, and of all the
+# reach of positions, are from memory; their parameters are those that are published, but for layers that guess several
+# tokens, which transformers does not have.
+_QWEN3_5: Mapping[str, LanguageModel] = {
+    "Qwen/Qwen3.5-0.8B": _qwen3_5(
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+            "tie_word_embeddings": True,
+        },
+        {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12, "out_hidden_size": 1024},
+    ),
+    "Qwen/Qwen3.5-4B": _qwen3_5(
+        {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560},
+    ),
+    "Qwen/Qwen3.5-9B": _qwen3_5({}, {"out_hidden_size": 4096}),
+    "Qwen/Qwen3.5-27B": _qwen3_5(
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "linear_num_value_heads": 48,
+        },
+        {"out_hidden_size": 5120},
+    ),
+}
 _OMNI_THINKER: Settings = {
     "text_config": {
         **QWEN3_30B_A3B,
@@ -81,6 +141,7 @@ LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
         "Qwen2_5_VLForConditionalGeneration",
         sees=True,
     ),
+    **_QWEN3_5,
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": LanguageModel(
         "Qwen3OmniMoeThinkerConfig",
         _OMNI_THINKER,
