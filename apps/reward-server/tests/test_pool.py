@@ -1,6 +1,7 @@
 """The queue of one reward: batches, retries, restarts, cancellation, rest."""
 
 import asyncio
+import dataclasses
 import functools
 
 import pytest
@@ -45,6 +46,53 @@ async def test_samples_of_several_requests_share_batches_in_order_and_answers_fi
     assert (await first[0])["reward"] == 7 and pool.num_waiting == 0
     await pool.close()
     assert replica.is_stopped and [slot.state for slot in pool.slots] == ["stopped"]
+
+
+def grouped(names, group):
+    return [dataclasses.replace(sample(name), group_id=group) for name in names]
+
+
+def comparing():
+    replica = FakeReplica(batch_size=2)
+    replica.card["is_groupwise"] = True
+    return replica
+
+
+@in_loop
+async def test_samples_that_are_compared_arrive_as_whole_groups():
+    make = Maker(comparing())
+    pool = pool_of(make)
+    pool.start()
+    replica = await held(make)
+    blocker = pool.submit(grouped(["blocker"], "g"))
+    await replica.asked.wait()
+    mixed = [
+        each
+        for pair in zip(grouped(["a1", "a2", "a3"], "g"), grouped(["b1", "b2", "b3"], "h"), strict=True)
+        for each in pair
+    ]
+    futures = [*pool.submit(mixed), *pool.submit(grouped(["c1", "c2"], "g"))]
+    assert pool.num_waiting == 8
+    replica.may_score.set()
+    await asyncio.gather(*futures, *blocker)
+    assert replica.batches[1:] == [["a1", "a2", "a3"], ["b1", "b2", "b3"], ["c1", "c2"]]
+    assert pool.num_waiting == 0
+    await pool.close()
+
+
+@in_loop
+async def test_a_group_whose_replica_dies_is_tried_again_whole():
+    make = Maker(comparing(), comparing())
+    pool = pool_of(make)
+    pool.start()
+    replica = await held(make)
+    futures = [*pool.submit(grouped(["a1", "a2", "a3"], "g")), *pool.submit(grouped(["b1", "b2"], "g"))]
+    await replica.asked.wait()
+    replica.ended.set()
+    found = await asyncio.gather(*futures)
+    assert make.made[1].batches == [["a1", "a2", "a3"], ["b1", "b2"]]
+    assert [item["reward"] for item in found] == [7] * 5
+    await pool.close()
 
 
 @in_loop

@@ -1,7 +1,9 @@
 """What a replica does with its samples, in this process."""
 
+import dataclasses
 import threading
 
+import pytest
 import torch
 
 from unirl.reward.base import LocalScorer
@@ -63,3 +65,29 @@ def test_a_scorer_with_gpus_gets_the_accelerator_of_its_machine(monkeypatch):
     for device in (ACCELERATOR, "cpu"):
         assert prepared({**start, "device": device})[0] is not None
     assert placed == ["npu", "cpu"]
+
+
+class Centred(LocalScorer):
+    """The mean of an image less that of its group; one prompt is refused."""
+
+    is_groupwise = True
+
+    def score_batch(self, request):
+        if "explode" in request.prompts:
+            raise AttributeError("of a prompt")
+        values = request.pixels.mean((1, 2, 3))
+        return values - values.mean()
+
+
+def test_a_group_is_scored_whole_and_fails_whole():
+    judge = Judge("r", Centred(name="r", batch_size=2))
+    assert judge.card()["is_groupwise"]
+    judge.warm_up()
+    values = [0, 51, 255]
+    group = [dataclasses.replace(sample(value, value=value), group_id="g") for value in values]
+    [found] = judge.found(group, threading.Event())
+    assert [each["reward"] for each in found if not isinstance(each, str)] == pytest.approx([-0.4, -0.2, 0.6], abs=1e-6)
+    [found] = judge.found([*group[:2], dataclasses.replace(group[2], prompt="explode")], threading.Event())
+    assert found == ["AttributeError: of a prompt"] * 3
+    [found] = judge.found([sample("a"), sample("b")], threading.Event())
+    assert all("the request has no group_ids" in str(reason) for reason in found)

@@ -7,6 +7,7 @@ import threading
 from aiohttp import web
 
 from unirl.reward.asking import ask_scorer
+from unirl.reward.grouping import compares_groups
 from unirl.reward.wire import (
     BINARY_TYPE,
     Limits,
@@ -89,7 +90,8 @@ class FakeServer:
         return web.json_response({"status": "ok", "rewards": {name: [f"{name}-0:ready"] for name in self.scorers}})
 
     async def _rewards(self, request):
-        return web.json_response({"rewards": list(self.scorers)})
+        cards = {name: {"is_groupwise": compares_groups(scorer)} for name, scorer in self.scorers.items()}
+        return web.json_response({"rewards": list(self.scorers), "scorers": cards})
 
     async def _score(self, request):
         body = await request.read()

@@ -53,6 +53,12 @@ def frames(videos, prompts, metadata):
     return [float(len(video)) for video in videos]
 
 
+def ranks(images, prompts, metadata):
+    """Place of each image of one prompt by its grey, 0 for the darkest."""
+    assert len(set(prompts)) == 1
+    return images.mean((1, 2, 3)).argsort().argsort().float()
+
+
 class Colliding(Uneven):
     """Calls a component as the sum is called."""
 

@@ -1,20 +1,26 @@
 """Scorers that compare the samples of a group: whole groups reach them, whatever cuts the samples elsewhere."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from unirl.reward.base import LocalScorer
+from unirl.reward.child.scorer import ChildScorer
 from unirl.reward.function import FunctionRewardScorer
 from unirl.reward.grouping import whole_groups
 from unirl.reward.local.video.frames import FrameScorer
+from unirl.reward.remote import RemoteRewardBackend
 from unirl.reward.service import RewardService
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Images, Texts
 from unirl.types.reward import RewardRequest
 from unirl.types.rollout import RolloutReq, RolloutResp
+
+from .fake_server import FakeServer
+from .scorers_of_tests import ranks
 
 GROUPS = ["a", "a", "a", "b", "b", "b", "c", "c", "c"]
 
@@ -184,12 +190,6 @@ def test_gradients_keep_the_order_of_the_samples():
 # Function scorers ---------------------------------------------------------------------------------------------------
 
 
-def ranks(images, prompts, metadata):
-    """Place of each image by its grey, 0 for the darkest."""
-    assert len(set(prompts)) == 1
-    return images.mean((1, 2, 3)).argsort().argsort().float()
-
-
 def spread(images, prompts, metadata):
     greys = images.mean((1, 2, 3))
     return {"high": greys - greys.min(), "low": greys.max() - greys}
@@ -216,6 +216,45 @@ def test_a_function_of_samples_is_not_groupwise():
 def test_frames_of_videos_are_no_group():
     with pytest.raises(ConfigError, match="centred compares samples of a group, and frames of a video are none"):
         FrameScorer(scorer=GroupMean())
+
+
+# Elsewhere ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [GROUPS, ["a", "b", "c"] * 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+def test_a_server_gets_whole_groups(groups, batch_size):
+    request = request_of(groups)
+    with FakeServer({"centred": GroupMean()}) as server:
+        scorer = RemoteRewardBackend(server.url, ["centred"], groupwise=True, batch_size=batch_size)
+        assert torch.equal(scorer.score(request).rewards, centred(request))
+        assert len(server.asked) == (1 if batch_size == 7 else 3) + (batch_size == 7)
+        scorer.close()
+
+
+def test_a_server_that_compares_groups_wants_to_be_told_so():
+    with (
+        FakeServer({"centred": GroupMean()}) as server,
+        pytest.raises(ConfigError, match="centred of http://.* compares the samples of a prompt.*Set groupwise: true"),
+    ):
+        RemoteRewardBackend(server.url, ["centred"])
+
+
+def child(function, **options):
+    arguments = {"function": f"scorers_of_tests.{function}", "groupwise": True}
+    variables = {"PYTHONPATH": str(Path(__file__).parent)}
+    return ChildScorer("unirl.reward.function.FunctionRewardScorer", None, arguments, variables=variables, **options)
+
+
+def test_a_child_process_compares_whole_groups():
+    request = request_of(["a", "b", "a", "b", "a"], [0.5, 0.9, 0.1, 0.2, 0.7])
+    scorer = child("ranks", groupwise=True, name="ranks")
+    assert scorer.score(request).rewards.tolist() == [1, 1, 0, 0, 2]
+    scorer.close()
+    scorer = child("ranks")
+    with pytest.raises(ConfigError, match="compares the samples of a prompt, which must come together. Set groupwise"):
+        scorer.score(request)
+    scorer.close()
 
 
 # Evaluations --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ class Job:
     future: asyncio.Future[Found]
     since: float
     """time.monotonic() of its arrival."""
+    group: object = None
+    """Equal for the samples of one group of one request."""
     num_deaths: int = 0
     """Replicas that ended while they worked on it."""
 
@@ -64,12 +66,20 @@ class JobQueue:
         """All of them."""
         return [*self._retries, *(job for jobs in self._queues.values() for job in jobs)]
 
-    async def next_batch(self, batch_size: int) -> list[Job]:
-        """The next samples that fit together: as many as a batch takes, or fewer after `max_wait_ms`."""
+    async def next_batch(self, batch_size: int, *, is_group: bool = False) -> list[Job]:
+        """The next samples that fit together: as many as a batch takes, or fewer after `max_wait_ms`.
+
+        is_group: instead all samples of one group, which came together, so that none waits for others.
+        """
         wait_s = self._max_wait_s
         async with self._forming:
             while True:
                 self._arrived.clear()
+                if is_group:
+                    if jobs := self._taken_group():
+                        return jobs
+                    await self._arrived.wait()
+                    continue
                 while self._retries:
                     job = self._retries.popleft()
                     self.num_waiting -= 1
@@ -84,6 +94,21 @@ class JobQueue:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if oldest is None else wait_s - age_s):
                         await self._arrived.wait()
+
+    def _taken_group(self) -> list[Job]:
+        """All samples of the group that has waited longest, one to be tried again first; none where nothing waits."""
+        self.forget()
+        waiting = [*self._retries] or [job for jobs in self._queues.values() for job in jobs]
+        if not waiting:
+            return []
+        group = min(waiting, key=lambda job: job.since).group
+        batch = [job for job in self.waiting() if job.group == group]
+        self._retries = deque(job for job in self._retries if job.group != group)
+        queues = {key: deque(job for job in jobs if job.group != group) for key, jobs in self._queues.items()}
+        self._queues = {key: jobs for key, jobs in queues.items() if jobs}
+        self.num_waiting -= len(batch)
+        self._metrics.waited(time.monotonic() - job.since for job in batch)
+        return batch
 
     def _taken(self, jobs: deque[Job], size: int) -> list[Job]:
         batch: list[Job] = []

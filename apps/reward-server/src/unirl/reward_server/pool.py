@@ -127,8 +127,9 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         now = time.monotonic()
         futures = []
+        call = object()  # other requests may have groups of the same name
         for sample in samples:
-            job = Job(sample, loop.create_future(), now)
+            job = Job(sample, loop.create_future(), now, (call, sample.group_id))
             if (reason := self.refusal(sample.kind)) is not None:
                 futures.append(job.future)
                 self._finish(job, reason)
@@ -234,7 +235,8 @@ class RewardPool:
     async def _work(self, slot: ReplicaSlot, replica: Replica) -> None:
         """Pull batches and score them until the replica dies."""
         while True:
-            jobs = await self._queue.next_batch(self.settings.max_batch or int(replica.card.get("batch_size", 8)))
+            size = self.settings.max_batch or int(replica.card.get("batch_size", 8))
+            jobs = await self._queue.next_batch(size, is_group=bool(replica.card.get("is_groupwise")))
             slot.in_work += len(jobs)
             started = time.monotonic()
             try:
@@ -292,7 +294,8 @@ class RewardPool:
             self.metrics.finished(found, time.monotonic() - job.since)
 
     def _put_back(self, jobs: list[Job]) -> None:
-        """Give samples of a replica that died to another one, once, and each alone: one of them may have killed it."""
+        """Give samples of a replica that died to another one, once, and each alone, or its group: one of them may have
+        killed it."""
         for job in jobs:
             job.num_deaths += 1
             if job.future.done():

@@ -25,6 +25,7 @@ import torch
 
 from unirl.reward import construction
 from unirl.reward.base import LocalScorer
+from unirl.reward.grouping import compares_groups
 from unirl.reward.service import RewardService
 from unirl.reward.wire import UNLIMITED, WireSample, decode_binary, request_of, sub_metrics
 from unirl.reward_server.frames import Frame, receive_frame, send_frame
@@ -104,17 +105,19 @@ class Judge:
     def __init__(self, name: str, scorer: Scorer) -> None:
         self.name = name
         self._scorer = scorer
-        # Ungrouped, so that a failed sample drops no other.
+        # Ungrouped, where groups are not compared, so that a failed sample drops no other.
         self._service = (
             None if isinstance(scorer, LocalScorer) else RewardService({name: scorer}, on_failure="drop_group")
         )
         self.batch_size = scorer.batch_size if isinstance(scorer, LocalScorer) else 8
+        self.is_groupwise = compares_groups(scorer)
 
     def card(self) -> dict[str, Any]:  # Any: JSON values
         """What the server tells about this reward."""
         card = self._scorer.card if isinstance(self._scorer, LocalScorer) else None
         return {
             "batch_size": self.batch_size,
+            "is_groupwise": self.is_groupwise,
             "components": list(self._scorer.component_weights) if isinstance(self._scorer, LocalScorer) else [],
             "media": [] if card is None else list(card.media),
             "summary": "" if card is None else card.summary,
@@ -135,31 +138,36 @@ class Judge:
             }[kind]
             request = RewardRequest(
                 sample_ids=["warm-up"],
+                group_ids=["warm-up"],
                 primitives={"text": Texts(texts=["a red circle"])},
                 generated={kind: media},
                 metadata=[None],
             )
+            if self.is_groupwise:
+                request = request.select([0, 0]).replace(sample_ids=["warm-up", "warm-up 2"])
             try:
                 self._scored(request)
             except (UniRLError, ArithmeticError, LookupError, TypeError, ValueError) as error:
                 logger.info("reward %s warmed up on a sample that it refused: %s", self.name, error)
 
     def found(self, samples: Sequence[WireSample], is_cancelled: threading.Event) -> Iterator[list[Found]]:
-        """Numbers or a reason for every sample, `batch_size` at a time, until the task is cancelled."""
-        for start in range(0, len(samples), self.batch_size):
+        """Numbers or a reason for every sample, `batch_size` at a time, until the task is cancelled. Where groups are
+        compared, samples are one whole group."""
+        size = len(samples) if self.is_groupwise else self.batch_size
+        for start in range(0, len(samples), size):
             if is_cancelled.is_set():
                 return
-            yield self._chunk(samples[start : start + self.batch_size])
+            yield self._chunk(samples[start : start + size])
 
     def _chunk(self, samples: Sequence[WireSample]) -> list[Found]:
         try:
             return list(sub_metrics(self._scored(request_of(samples))))
         except Exception as error:  # noqa: BLE001 - whatever a scorer raises is the sample's reason
-            if len(samples) > 1:
+            if len(samples) > 1 and not self.is_groupwise:
                 return [found for sample in samples for found in self._chunk([sample])]
             text = f"{type(error).__name__}: {error}"
             logger.warning("reward %s: sample %s: %s", self.name, _one_line(samples[0].id), _one_line(text, error))
-            return [text]
+            return [text] * len(samples)
 
     @torch.no_grad()
     def _scored(self, request: RewardRequest) -> RewardResponse:
@@ -167,7 +175,8 @@ class Judge:
             return self._scorer.score_isolated(request, "sample", is_private=True)
         if self._service is None:
             raise ContractError(f"reward {self.name} has neither a scorer of its own kind nor a service")
-        return self._service.score(request.in_floats().replace(group_ids=[]))
+        own = request.in_floats()
+        return self._service.score(own if self.is_groupwise else own.replace(group_ids=[]))
 
 
 def _answer_all(link: socket.socket, judge: Judge, max_concurrency: int) -> None:

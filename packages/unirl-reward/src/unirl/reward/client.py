@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 import torch
 
 from unirl.reward.endpoints import Endpoint, Endpoints, RetryPolicy, Unanswered
+from unirl.reward.grouping import whole_groups
 from unirl.reward.wire import (
     BINARY_TYPE,
     JSON_TYPE,
@@ -90,19 +91,30 @@ class RewardClient:
         self._thread.start()
         self._closed = weakref.finalize(self, _close, self._loop, self._thread, self._endpoints)
 
-    def score(self, request: RewardRequest, rewards: Sequence[str]) -> dict[str, RewardResponse]:
+    def score(
+        self, request: RewardRequest, rewards: Sequence[str], *, is_groupwise: bool = False
+    ) -> dict[str, RewardResponse]:
         """What each of `rewards` gives the B samples, as its scorer would answer in this process, bit for bit.
 
+        is_groupwise: one of them compares the samples of a group, so that each HTTP request has whole ones, at least
+        one.
         A sample that could not be scored, or whose request no server answered, has success False, its reason, and NaN.
         Raises ConfigError for a wrong token, ContractError if a server refuses the samples or answers to others.
         """
         if not request.sample_ids or not rewards:
             raise ContractError(f"nothing to score: {len(request.sample_ids)} samples, rewards {list(rewards)}")
-        return self._run(self._score(request, list(rewards)))
+        if is_groupwise and not request.group_ids:
+            raise ContractError("rewards that compare the samples of a group need group_ids; the request has none")
+        return self._run(self._score(request, list(rewards), is_groupwise))
 
     def rewards(self) -> dict[str, list[str]]:
         """URL -> names of the rewards there. Raises RewardError naming the server that does not answer."""
         return self._run(self._rewards())
+
+    def groupwise_rewards(self) -> set[str]:
+        """Rewards that compare the samples of a group, as far as servers have loaded them. Raises as `rewards`."""
+        cards = self._run(self._cards())
+        return {name for known in cards.values() for name, card in known.items() if card.get("is_groupwise")}
 
     def health(self) -> dict[str, dict[str, Any]]:  # Any: JSON values
         """URL -> its GET /health, or {"status": "unreachable: reason"}."""
@@ -134,16 +146,25 @@ class RewardClient:
         finally:
             future.cancel()  # where the wait was interrupted
 
-    async def _score(self, request: RewardRequest, rewards: list[str]) -> dict[str, RewardResponse]:
+    async def _score(self, request: RewardRequest, rewards: list[str], is_groupwise: bool) -> dict[str, RewardResponse]:
         size = len(request.sample_ids)
-        chunks = [request.slice(start, min(start + self.batch_size, size)) for start in range(0, size, self.batch_size)]
+        if is_groupwise:
+            rows = whole_groups(request.group_ids, self.batch_size)
+            chunks = [request.select(chosen) for chosen in rows]
+        else:
+            bounds = [(start, min(start + self.batch_size, size)) for start in range(0, size, self.batch_size)]
+            rows = [list(range(start, stop)) for start, stop in bounds]
+            chunks = [request.slice(start, stop) for start, stop in bounds]
         tasks = [asyncio.ensure_future(self._score_chunk(chunk, rewards)) for chunk in chunks]
         try:
             parts = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return {name: RewardResponse.concat([part[name] for part in parts]) for name in rewards}
+        return {
+            name: RewardResponse.concat_rows([(own, part[name]) for own, part in zip(rows, parts, strict=True)])
+            for name in rewards
+        }
 
     async def _score_chunk(self, request: RewardRequest, rewards: list[str]) -> dict[str, RewardResponse]:
         async with self._room:
@@ -168,6 +189,13 @@ class RewardClient:
         return b"".join(encode_binary(samples, rewards))
 
     async def _rewards(self) -> dict[str, list[str]]:
+        return {url: names for url, (names, _) in (await self._rosters()).items()}
+
+    async def _cards(self) -> dict[str, dict[str, dict[str, Any]]]:  # Any: JSON values
+        return {url: cards for url, (_, cards) in (await self._rosters()).items()}
+
+    async def _rosters(self) -> dict[str, tuple[list[str], dict[str, dict[str, Any]]]]:  # Any: JSON values
+        """URL -> names of its rewards, and what each scorer says of itself, for servers that tell."""
         found = {}
         for endpoint in self._endpoints.endpoints:
             url = endpoint.url
@@ -178,7 +206,9 @@ class RewardClient:
             names = content.get("rewards")
             if status != 200 or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ContractError(f"{url}/rewards answered {status} {str(content)[:200]}. Is it a reward server?")
-            found[url] = names
+            cards = content.get("scorers")
+            known = cards.items() if isinstance(cards, dict) else ()
+            found[url] = names, {name: card for name, card in known if isinstance(card, dict)}
         return found
 
     async def _health(self) -> dict[str, dict[str, Any]]:  # Any: JSON values

@@ -26,10 +26,12 @@ class RemoteRewardBackend:
     `RewardService`; component_rewards has each as `name/<reward>`, its components as `name/<reward>/<component>`. One
     alone is reported as it is: `name/<component>`.
     name: how results and messages call it; None is the reward's own name, or "remote" for several.
+    groupwise: one of the rewards compares the samples of a prompt, so that servers get whole groups.
     start_timeout_s: how long servers may still be loading when this is made.
     Everything else: see `unirl.reward.client.RewardClient`.
 
-    Raises ConfigError when it is made, if a server cannot be reached, refuses the token or lacks a reward.
+    Raises ConfigError when it is made, if a server cannot be reached, refuses the token or lacks a reward, or if a
+    reward compares groups and `groupwise` does not say so.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RemoteRewardBackend:
         deadline_s: Positive = 1800.0,
         start_timeout_s: NonNegative = 10.0,
         trust_env: bool = False,
+        groupwise: bool = False,
     ) -> None:
         self.required_rewards = [required_rewards] if isinstance(required_rewards, str) else list(required_rewards)
         if not self.required_rewards or len(set(self.required_rewards)) != len(self.required_rewards):
@@ -60,6 +63,7 @@ class RemoteRewardBackend:
         self.aggregation: Aggregation = aggregation
         self.name = name or (self.required_rewards[0] if len(self.required_rewards) == 1 else "remote")
         self.max_concurrency = max_concurrency
+        self.is_groupwise = groupwise
         self._client = RewardClient(
             base_url,
             token=token,
@@ -78,13 +82,18 @@ class RemoteRewardBackend:
             self._client.wait_until_ready(start_timeout_s)
             for url, roster in self._client.rewards().items():
                 self._check_roster(url, roster)
+            if not groupwise and (compared := self._client.groupwise_rewards() & set(self.required_rewards)):
+                raise ConfigError(
+                    f"scorer {self.name}: {', '.join(sorted(compared))} of {self._client.urls[0]} compares the "
+                    "samples of a prompt, which must come together. Set groupwise: true."
+                )
         except BaseException:
             self.close()
             raise
 
     def score(self, request: RewardRequest) -> RewardResponse:
         """Rewards float32 [B]; a sample without one has its reason. Raises what `RewardClient.score` raises."""
-        answers = self._client.score(request, self.required_rewards)
+        answers = self._client.score(request, self.required_rewards, is_groupwise=self.is_groupwise)
         total_B = composed(
             {name: each.rewards for name, each in answers.items()}, self.reward_weights, self.aggregation
         )

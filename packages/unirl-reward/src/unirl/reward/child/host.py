@@ -13,10 +13,12 @@ import traceback
 from multiprocessing.connection import Connection
 
 from unirl.reward.base import LocalScorer
-from unirl.reward.child.messages import DONE, FAILED, Failure, Start
+from unirl.reward.child.messages import COMPARES_GROUPS, DONE, FAILED, Failure, Start
 from unirl.reward.construction import built
+from unirl.reward.grouping import compares_groups
 from unirl.reward.wire import UNLIMITED, SampleAnswer, batch_key, decode_binary, encode_answer, request_of, sub_metrics
 from unirl.types.batch import rows_by
+from unirl.types.errors import ContractError
 from unirl.types.protocols.rewards import Scorer
 
 
@@ -30,7 +32,11 @@ def answered(scorer: Scorer, name: str, body: bytes) -> bytes:
     """The answer to a request, as a reward server would give it."""
     call = decode_binary(body, UNLIMITED)
     answers = [SampleAnswer() for _ in call.samples]
-    for rows in rows_by(batch_key(sample) for sample in call.samples).values():
+    parts = list(rows_by(batch_key(sample) for sample in call.samples).values())
+    groups = [group for rows in parts for group in {call.samples[row].group_id for row in rows}]
+    if compares_groups(scorer) and len(set(groups)) < len(groups):
+        raise ContractError(f"scorer {name} compares samples of a group, whose media have several sizes here")
+    for rows in parts:
         request = request_of([call.samples[row] for row in rows])
         is_local = isinstance(scorer, LocalScorer)
         response = scorer.score_isolated(request, "sample") if is_local else scorer.score(request)
@@ -51,7 +57,8 @@ def serve(pipe: Connection) -> None:
     while True:
         try:
             if scorer is None:
-                scorer, body = made(start), b""
+                scorer = made(start)
+                body = COMPARES_GROUPS if compares_groups(scorer) else b""
             else:
                 body = answered(scorer, start.name, inbox.get())
         except Exception as error:  # noqa: BLE001 - the trainer's side raises it

@@ -1,8 +1,8 @@
 """What a scorer and its child process say to each other, over a pipe.
 
 The trainer's side sends `Start` once, then bodies as a reward server takes them (`unirl.reward.wire`). The child
-answers each with a byte, DONE or FAILED, and a body: nothing to `Start`, a server's answer to a request, `Failure` to
-what failed.
+answers each with a byte, DONE or FAILED, and a body: to `Start` nothing, or COMPARES_GROUPS, a server's answer to a
+request, `Failure` to what failed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 DONE, FAILED = b"\x01", b"\x00"
+COMPARES_GROUPS = b"groups"
 
 
 @dataclass(frozen=True)

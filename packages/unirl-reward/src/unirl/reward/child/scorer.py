@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unirl.reward.child.messages import FAILED, Failure, Start
+from unirl.reward.child.messages import COMPARES_GROUPS, FAILED, Failure, Start
 from unirl.reward.wire import UNLIMITED, decode_answer, encode_binary, samples_of
 from unirl.types import errors
 from unirl.types.bounds import Positive, bounded
@@ -38,6 +38,7 @@ class ChildScorer:
     scorer: the class, as a dotted path; it is imported there alone. Any scorer does, `FunctionRewardScorer` too.
     python: the interpreter, whose environment has unirl-reward and what the scorer needs; None is the running one.
     arguments: keywords of the class, without `name` and `device`. device: passed on, where the class takes one.
+    groupwise: the scorer compares the samples of a prompt, so that it gets whole groups.
     start_timeout_s: most seconds until the scorer is made. timeout_s: most seconds of one request.
     variables: environment variables of the process besides this one's.
 
@@ -59,8 +60,10 @@ class ChildScorer:
         start_timeout_s: Positive = 600.0,
         timeout_s: Positive = 600.0,
         variables: Mapping[str, str] | None = None,
+        groupwise: bool = False,
     ) -> None:
         self.name = name or scorer.rpartition(".")[2]
+        self.is_groupwise = groupwise
         self._start = Start(scorer, self.name, device, dict(arguments or {}))
         self._python = sys.executable if python is None else str(Path(python).expanduser().absolute())
         if not Path(self._python).is_file():
@@ -130,7 +133,8 @@ class ChildScorer:
                 if self._process is None:
                     self._begin()
                 if not self._is_made:
-                    self._received("makes the scorer", self._start_timeout_s, "start_timeout_s")
+                    made = self._received("makes the scorer", self._start_timeout_s, "start_timeout_s")
+                    self._check_groups(made == COMPARES_GROUPS)
                     self._is_made = True
                 self._pipe_of().send_bytes(body)
                 return self._received("scores", self._timeout_s, "timeout_s")
@@ -147,6 +151,14 @@ class ChildScorer:
                     ) from error
                 logger.warning("scorer %s: its process %s Another one scores these samples.", self.name, death)
         raise AssertionError("the loop returns or raises")
+
+    def _check_groups(self, compares_groups: bool) -> None:
+        if compares_groups and not self.is_groupwise:
+            self._end()
+            raise ConfigError(
+                f"scorer {self.name}: {self._start.scorer} compares the samples of a prompt, which must come together. "
+                "Set groupwise: true."
+            )
 
     def _received(self, doing: str, timeout_s: float, key: str) -> bytes:
         """The next answer. Raises what the child raised, and EOFError or OSError if it died."""
