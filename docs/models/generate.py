@@ -39,7 +39,7 @@ levels, no influence of neighbours, gradients in what trains and nowhere else.
 
 Two things differ from `pipe(prompt)` of a released folder:
 
-- Guidance. LTX-2 and HunyuanImage 2.1 are compared with classifier-free guidance alone, which is what we sample with.
+- Guidance. LTX-2, 2.3 and HunyuanImage 2.1 are compared with classifier-free guidance alone, with which we sample.
   By default `LTX2Pipeline` also has spatio-temporal guidance (`stg_scale` 1), guidance between the two modalities
   (`modality_scale` 3), a rescale (0.7) and a scale of 7 for the sound, and `HunyuanImagePipeline` has adaptive
   projected guidance after its first steps. Rewards of a base model are not those of its default call.

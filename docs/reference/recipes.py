@@ -38,7 +38,14 @@ recipes and the pages of results; `trainer list` prints the first sentence of ea
 A world is a small task that a CPU learns in minutes. No recipe of a released model has a full learning curve here yet.
 """
 CURVES = (DOCS / "results" / "algorithms.md", DOCS / "guides" / "stages.md", *sorted((DOCS / "worlds").glob("*.md")))
-FAMILY_OF = {"flux": "flux_dev", "wan": "wan21_t2v", "hunyuan_image": "hunyuan_image21", "ltx2": "ltx2_t2v"}
+FAMILY_OF = {
+    "flux": "flux_dev",
+    "flux2": "flux2_dev",
+    "wan": "wan21_t2v",
+    "hunyuan_image": "hunyuan_image21",
+    "ltx2": "ltx2_t2v",
+    "ltx23": "ltx23_t2v",
+}
 """Folder of a model's code -> its row in docs/models/README.md, where they differ."""
 VARIANTS = {"wan22": "wan22_t2v", "hunyuan_video15": "hunyuan_video15_t2v"}
 """Folder of recipes -> the row, where the folder of the code has several."""

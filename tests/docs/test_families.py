@@ -19,6 +19,7 @@ NAMES = {
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo and 1.5",
     "ltx2": "LTX-2",
+    "ltx23": "LTX-2.3",
     "qwen3": "Qwen3 dense",
     "qwen3_5": "Qwen3.5",
     "qwen3_omni": "Qwen3-Omni",

@@ -30,6 +30,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from unirl.models.allocations import Allocations
 from unirl.models.diffusers_pipeline.tiling import decoded_in_spans, work_in_tiles
+from unirl.models.releases.configurations import settings_of
 
 TILE = 256
 KL = {
@@ -74,6 +75,7 @@ SANA = {
     "decoder_norm_types": "rms_norm",
     "decoder_act_fns": "silu",
 }
+LTX_23 = settings_of("diffusers/LTX-2.3-Diffusers", "vae", "AutoencoderKLLTX2Video")
 AUTOENCODERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {  # Any: classes of diffusers
     "SD3, FLUX.1, Z-Image": (lambda: AutoencoderKL(**KL, latent_channels=16), (16, 128, 128)),
     "SDXL": (lambda: AutoencoderKL(**KL, latent_channels=4), (4, 128, 128)),
@@ -89,12 +91,14 @@ AUTOENCODERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {  # Any: c
         lambda: AutoencoderKLLTX2Video(spatial_compression_ratio=32, temporal_compression_ratio=8),
         (128, 4, 16, 24),
     ),
+    "LTX-2.3": (lambda: AutoencoderKLLTX2Video(**LTX_23), (128, 4, 16, 24)),
     "CogVideoX": (lambda: AutoencoderKLCogVideoX(), (16, 5, 60, 90)),
 }
 """Name -> the autoencoder, and the shape of a sample's latents."""
 AT_ONCE: dict[str, tuple[tuple[int, ...], int, int]] = {
     "HunyuanVideo 1.5": ((32, 9, 30, 30), 9, 4),
     "LTX-2": ((128, 16, 16, 24), 49, 8),
+    "LTX-2.3": ((128, 16, 16, 24), 49, 8),
 }
 """Those that hold all frames of a video -> latents of a longer one, frames of a span, and per latent frame."""
 

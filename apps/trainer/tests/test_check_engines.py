@@ -104,6 +104,11 @@ def findings(name, *overrides):
             "SGLangDiffusionEngine does not serve Flux2DevBundle: its pipeline of FLUX.2 dev has not been compared",
         ),
         (
+            "ltx23/t2v_flowgrpo",
+            ["parts/engine=vllm_omni"],
+            "VLLMOmniEngine does not serve LTX23Bundle: its LTX-2 has not been compared with LTX-2.3, and is given",
+        ),
+        (
             "flux2_dev/grpo",
             ["parts/engine=vllm_omni"],
             "VLLMOmniEngine does not serve Flux2DevBundle: its pipeline of FLUX.2 dev has not been compared",

@@ -10,6 +10,7 @@ RELEASED = {
     "ByteDance-Seed/BAGEL-7B-MoT": (50, 4.0),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20, 4.5),
     "Lightricks/LTX-2": (30, 3.0),
+    "diffusers/LTX-2.3-Diffusers": (30, 3.0),
     "Qwen/Qwen-Image": (50, 4.0),
     "Qwen/Qwen-Image-Edit": (50, 4.0),
     "Qwen/Qwen-Image-Edit-2509": (40, 4.0),

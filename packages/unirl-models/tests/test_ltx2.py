@@ -1,5 +1,9 @@
 """What only LTX-2 has: sound next to the video."""
 
+import importlib
+import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
+from unirl.models.ltx23.bundle import LTX23Bundle
 from unirl.models.tiny.ltx2 import AUDIO_PER_SECOND, FPS
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts, Videos
@@ -20,7 +26,19 @@ def ltx2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load("ltx2_t2v", tmp_path_factory.mktemp("ltx2") / "ltx2")
 
 
-def test_a_sample_brings_the_sound_of_the_stock_pipeline(ltx2: Loaded) -> None:
+@pytest.fixture(scope="module")
+def ltx23(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load("ltx23_t2v", tmp_path_factory.mktemp("ltx2") / "ltx23")
+
+
+@pytest.mark.parametrize(("version", "rate"), [("ltx2", 400), ("ltx23", 800)])
+def test_a_sample_brings_the_sound_of_the_stock_pipeline(
+    version: str, rate: int, request: pytest.FixtureRequest
+) -> None:
+    _sounds_as_the_stock_pipeline(request.getfixturevalue(version), rate)
+
+
+def _sounds_as_the_stock_pipeline(ltx2: Loaded, rate: int) -> None:
     request = ltx2.request(ltx2.family.sampling())
     with ltx2.ours.evaluating():
         videos = ltx2.ours.decode(ltx2.sample(request), request.params)
@@ -32,7 +50,7 @@ def test_a_sample_brings_the_sound_of_the_stock_pipeline(ltx2: Loaded) -> None:
     found = torch.stack(
         [part.waveform for part in (videos.select([row]).audio for row in range(3)) if part is not None]
     )
-    assert found.shape == (3, expected.shape[2], 2) and videos.audio.sample_rate == 400
+    assert found.shape == (3, expected.shape[2], 2) and videos.audio.sample_rate == rate
     assert relative(found, expected.transpose(1, 2)) <= 1e-4
 
 
@@ -64,6 +82,61 @@ def test_both_streams_shape_each_other(ltx2: Loaded) -> None:
 def test_a_length_that_the_registers_do_not_divide_is_refused(ltx2: Loaded) -> None:
     with pytest.raises(ConfigError, match=r"max_sequence_length = 60 is not a multiple of the 8 registers.* Use 64"):
         ltx2.ours.latent_shape(ltx2.family.sampling(max_sequence_length=60))
+
+
+def test_the_band_that_the_vocoder_of_2_3_adds_is_heard(ltx23: Loaded) -> None:
+    """The waveform is the first stage's, resampled, and something else."""
+    vocoder: Any = ltx23.stock.vocoder
+    spectrogram = torch.randn(1, 2, 6, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, first = vocoder(spectrogram), vocoder.vocoder(spectrogram)
+        resampled = vocoder.resampler(first).clamp(-1, 1)
+    assert whole.shape == resampled.shape == (1, 2, 2 * first.shape[-1])
+    assert relative(whole, resampled) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "bundle", "message"),
+    [
+        (
+            "ltx2",
+            LTX23Bundle,
+            r"is LTX-2; LTX23Bundle loads LTX-2.3. Set bundle._target_: unirl.models.ltx2.bundle.LTX2B",
+        ),
+        (
+            "ltx23",
+            LTX2Bundle,
+            r"is LTX-2.3; LTX2Bundle loads LTX-2. Set bundle._target_: unirl.models.ltx23.bundle.LTX23",
+        ),
+    ],
+)
+def test_another_version_is_refused_with_what_loads_it(
+    name: str, bundle: Any, message: str, request: pytest.FixtureRequest
+) -> None:
+    loaded: Loaded = request.getfixturevalue(name)
+    with pytest.raises(ConfigError, match=message):
+        bundle(str(loaded.folder))
+
+
+@pytest.mark.parametrize("bundle", [LTX2Bundle, LTX23Bundle])
+@pytest.mark.parametrize("file", ["model_index.json", "transformer/config.json"])
+def test_a_later_version_is_refused_by_name(bundle: Any, file: str, ltx23: Loaded, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ltx23.folder, tmp_path / "later"))
+    later = {
+        "model_index.json": {"text_encoder": ["transformers", "Gemma4UnifiedForConditionalGeneration"]},
+        "transformer/config.json": {"use_prompt_adaln_single": False},
+    }
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(settings | later[file]))
+    with pytest.raises(ConfigError, match=r"later is LTX-2.5 .*; LTX-2 and LTX-2.3 are known"):
+        bundle(str(folder))
+
+
+def test_an_older_diffusers_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("diffusers.pipelines.ltx2.vocoder.LTX2VocoderWithBWE")
+    monkeypatch.delitem(sys.modules, "unirl.models.ltx23.bundle")
+    with pytest.raises(ImportError, match=r"LTX-2.3 needs diffusers 0.38 or later.*pip install 'diffusers>=0.38'"):
+        importlib.import_module("unirl.models.ltx23.bundle")
 
 
 # Gradient from video to sound -----------------------------------------------------------------------------------------

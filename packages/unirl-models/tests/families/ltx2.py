@@ -1,4 +1,4 @@
-"""LTX-2 as a family of the table: video and sound in one latent."""
+"""LTX-2 and LTX-2.3 as families of the table: video and sound in one latent."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.pipeline import LTX2Pipeline
+from unirl.models.ltx23.bundle import LTX23Bundle
 from unirl.models.tiny.ltx2 import (
     AUDIO_CHANNELS,
     AUDIO_MOMENTS,
@@ -16,6 +17,7 @@ from unirl.models.tiny.ltx2 import (
     TEMPORAL,
     VIDEO_MOMENTS,
     pipeline,
+    pipeline_23,
 )
 
 from .kit import Family, Published, Request, seeded, stock_call
@@ -66,21 +68,30 @@ def from_stock(latents: Any, request: Request) -> Tensor:
     return torch.cat([((video - mean) / std).flatten(1), ((audio - audio_mean) / audio_std).flatten(1)], dim=1)
 
 
-PARAMS: dict[str, Any] = {"num_frames": 9, "max_sequence_length": 64}
+SHARED: dict[str, Any] = {
+    "pipeline": LTX2Pipeline,
+    "params": {"num_frames": 9, "max_sequence_length": 64},
+    "other_size": {"height": 32, "width": 64, "num_frames": 17},
+    "call": call,
+    "from_stock": from_stock,
+    "latents_of": lambda outputs: outputs,
+    "encodes_media": False,
+}
 
 FAMILIES = [
     Family(
         name="ltx2_t2v",
         bundle=LTX2Bundle,
-        pipeline=LTX2Pipeline,
         tiny=seeded(pipeline),
-        params=PARAMS,
-        other_size={"height": 32, "width": 64, "num_frames": 17},
-        call=call,
-        from_stock=from_stock,
-        latents_of=lambda outputs: outputs,
-        encodes_media=False,
         # The class's defaults are the released sizes.
         published=(Published("Lightricks/LTX-2", 18.9),),
+        **SHARED,
+    ),
+    Family(
+        name="ltx23_t2v",
+        bundle=LTX23Bundle,
+        tiny=seeded(pipeline_23),
+        published=(Published("diffusers/LTX-2.3-Diffusers", 19.0),),
+        **SHARED,
     ),
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from unirl.models.diffusers_pipeline.bundle import DiffusersBundle
 from unirl.models.diffusers_pipeline.components import autoencoder, frozen, processor, text_encoder, trained
 from unirl.models.extras import from_extra
+from unirl.models.loading import PipelineFolder
 from unirl.models.ltx2.text import LTX2TextEncoders
 from unirl.types.errors import ConfigError
 
@@ -19,11 +20,16 @@ with from_extra("diffusers"):
     from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
     from transformers import Gemma3ForConditionalGeneration
 
+BUNDLES = {"2": "unirl.models.ltx2.bundle.LTX2Bundle", "2.3": "unirl.models.ltx23.bundle.LTX23Bundle"}
+"""What loads each version."""
+
 
 class LTX2Bundle(DiffusersBundle):
     """Transformer, both VAEs, vocoder, Gemma 3, its connectors and tokenizer, see `DiffusersBundle`."""
 
     family = "LTX-2"
+    version: ClassVar[str] = "2"
+    """Version of the checkpoints that it loads; all name one pipeline class."""
     takes_attention_backend = True
     makes_sound = True
     pipeline_classes = ("LTX2Pipeline",)
@@ -47,7 +53,19 @@ class LTX2Bundle(DiffusersBundle):
     decodes_at_once = True
 
     def check_index(self) -> None:
-        """Raises ConfigError for a transformer that packs its latents and a VAE that denoises while it decodes."""
+        """Raises ConfigError for another version, a transformer that packs its latents, and a VAE that denoises while
+        it decodes."""
+        found = version_of(self.folder)
+        if found not in BUNDLES:
+            raise ConfigError(
+                f"{self.pretrained_model} is LTX-{found} (texts by Gemma 4, read alike at every noise level); "
+                f"LTX-{' and LTX-'.join(BUNDLES)} are known. Use one of these."
+            )
+        if found != self.version:
+            raise ConfigError(
+                f"{self.pretrained_model} is LTX-{found}; {type(self).__name__} loads LTX-{self.version}. Set "
+                f"bundle._target_: {BUNDLES[found]}."
+            )
         transformer = self.folder.config("transformer")
         patches = {name: transformer[name] for name in transformer if name.endswith(("patch_size", "patch_size_t"))}
         if any(patch != 1 for patch in patches.values()):
@@ -74,3 +92,12 @@ class LTX2Bundle(DiffusersBundle):
     def vocoder(self) -> Any:  # Any: as in `DiffusersBundle.load`
         """Waveforms of spectrograms."""
         return self.modules["vocoder"]
+
+
+def version_of(folder: PipelineFolder) -> str:
+    """Version of a checkpoint, of which no file of the folder has the name: "2", "2.3" or "2.5"."""
+    transformer = folder.config("transformer")
+    is_gemma4 = str(folder.class_of("text_encoder")).startswith("Gemma4")
+    if is_gemma4 or folder.class_of("duration_head") or not transformer.get("use_prompt_adaln_single", True):
+        return "2.5"
+    return "2.3" if transformer.get("cross_attn_mod") or transformer.get("audio_cross_attn_mod") else "2"

@@ -182,6 +182,7 @@ _SD_VAE: Settings = {
     "use_post_quant_conv": False,
     "sample_size": 1024,
 }
+_LTX2_VAE: Settings = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 _SD3: Settings = {
     "num_layers": 24,
     "num_attention_heads": 24,
@@ -376,7 +377,44 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
             "sample_frames": 81,
         }
     },
-    "Lightricks/LTX-2": {"vae": {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}},
+    "Lightricks/LTX-2": {"vae": _LTX2_VAE},
+    # Of the conversion script of diffusers.
+    "diffusers/LTX-2.3-Diffusers": {
+        "transformer": {
+            "gated_attn": True,
+            "cross_attn_mod": True,
+            "audio_gated_attn": True,
+            "audio_cross_attn_mod": True,
+            "rope_type": "split",
+            "use_prompt_embeddings": False,
+            "perturbed_attn": True,
+        },
+        "connectors": {
+            "video_connector_num_attention_heads": 32,
+            "video_connector_num_layers": 8,
+            "video_gated_attn": True,
+            "audio_connector_num_attention_heads": 32,
+            "audio_connector_attention_head_dim": 64,
+            "audio_connector_num_layers": 8,
+            "audio_gated_attn": True,
+            "rope_type": "split",
+            "per_modality_projections": True,
+            "proj_bias": True,
+        },
+        "vae": {
+            **_LTX2_VAE,
+            "block_out_channels": [256, 512, 1024, 1024],
+            "layers_per_block": [4, 6, 4, 2, 2],
+            "decoder_block_out_channels": [256, 512, 512, 1024],
+            "decoder_layers_per_block": [4, 6, 4, 2, 2],
+            "decoder_spatio_temporal_scaling": [True] * 4,
+            "decoder_inject_noise": [False] * 5,
+            "upsample_type": ["spatiotemporal", "spatiotemporal", "temporal", "spatial"],
+            "upsample_residual": [False] * 4,
+            "upsample_factor": [2, 2, 1, 2],
+            "decoder_spatial_padding_mode": "zeros",
+        },
+    },
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"transformer": _WAN_1_3B},
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
         "transformer": {

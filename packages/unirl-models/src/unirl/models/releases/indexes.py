@@ -134,6 +134,17 @@ _HUNYUAN_VIDEO15: Index = {
     "transformer": "diffusers.HunyuanVideo15Transformer3DModel",
     "vae": "diffusers.AutoencoderKLHunyuanVideo15",
 }
+_LTX2: Index = {
+    "_class_name": "LTX2Pipeline",
+    "audio_vae": "diffusers.AutoencoderKLLTX2Audio",
+    "connectors": "ltx2.LTX2TextConnectors",
+    "scheduler": _EULER,
+    "text_encoder": "transformers.Gemma3ForConditionalGeneration",
+    "tokenizer": "transformers.GemmaTokenizerFast",
+    "transformer": "diffusers.LTX2VideoTransformer3DModel",
+    "vae": "diffusers.AutoencoderKLLTX2Video",
+    "vocoder": "ltx2.LTX2Vocoder",
+}
 
 INDEXES: Mapping[str, Index] = {
     "stabilityai/stable-diffusion-3.5-medium": _SD3,
@@ -239,17 +250,9 @@ INDEXES: Mapping[str, Index] = {
         "transformer": "diffusers.HunyuanImageTransformer2DModel",
         "vae": "diffusers.AutoencoderKLHunyuanImage",
     },
-    "Lightricks/LTX-2": {
-        "_class_name": "LTX2Pipeline",
-        "audio_vae": "diffusers.AutoencoderKLLTX2Audio",
-        "connectors": "ltx2.LTX2TextConnectors",
-        "scheduler": _EULER,
-        "text_encoder": "transformers.Gemma3ForConditionalGeneration",
-        "tokenizer": "transformers.GemmaTokenizerFast",
-        "transformer": "diffusers.LTX2VideoTransformer3DModel",
-        "vae": "diffusers.AutoencoderKLLTX2Video",
-        "vocoder": "ltx2.LTX2Vocoder",
-    },
+    "Lightricks/LTX-2": _LTX2,
+    # Its processor, which only enhances prompts, is left out. "Lightricks/LTX-2.3" has files of another layout.
+    "diffusers/LTX-2.3-Diffusers": {**_LTX2, "vocoder": "ltx2.LTX2VocoderWithBWE"},
 }
 """Hub id -> index."""
 

@@ -1,4 +1,4 @@
-"""A tiny LTX-2: video and sound in one latent. Any: classes of diffusers and transformers, as in
+"""A tiny LTX-2 and LTX-2.3: video and sound in one latent. Any: classes of diffusers and transformers, as in
 `unirl.models.tiny.text`."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unirl.models.tiny.text import byte_tokenizer
 with from_extra("diffusers"):
     import diffusers
     import transformers
+    from diffusers.pipelines.ltx2 import vocoder as vocoders
     from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
-    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 
 CHANNELS, AUDIO_CHANNELS, MEL_BINS = 8, 2, 4
 """Sizes of latents."""
@@ -28,6 +28,17 @@ AUDIO_MOMENTS = (
     torch.linspace(0.2, -0.2, AUDIO_CHANNELS * MEL_BINS),
     torch.linspace(1.5, 0.7, AUDIO_CHANNELS * MEL_BINS),
 )
+
+
+_VOCODER: dict[str, Any] = {
+    "in_channels": 8 * MEL_BINS,
+    "hidden_channels": 16,
+    "upsample_kernel_sizes": [4, 4],
+    "upsample_factors": [2, 2],
+    "resnet_kernel_sizes": [3],
+    "resnet_dilations": [[1, 3]],
+}
+_UPSAMPLE_23 = ("spatiotemporal", "spatiotemporal", "temporal", "spatial")
 
 
 def gemma() -> Any:
@@ -60,11 +71,13 @@ def gemma() -> Any:
     )
 
 
-def connectors() -> Any:
+def connectors(**changes: Any) -> Any:
     """One layer for each stream; eight registers stand for the padding."""
     stream = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": 8}
-    both = {f"{name}_connector_{key}": value for name in ("video", "audio") for key, value in stream.items()}
-    return LTX2TextConnectors(caption_channels=16, text_proj_in_factor=3, **both)
+    both: dict[str, Any] = {
+        f"{name}_connector_{key}": value for name in ("video", "audio") for key, value in stream.items()
+    }
+    return LTX2TextConnectors(caption_channels=16, text_proj_in_factor=3, **both | changes)
 
 
 def _with_moments(vae: Any, moments: tuple[Tensor, Tensor]) -> Any:
@@ -73,19 +86,19 @@ def _with_moments(vae: Any, moments: tuple[Tensor, Tensor]) -> Any:
     return vae
 
 
-def tiny_vae() -> Any:
+def tiny_vae(**changes: Any) -> Any:
     """Factors of 8 on a side (32 in the real one) and 8 in time."""
-    vae = diffusers.AutoencoderKLLTX2Video(
-        latent_channels=CHANNELS,
-        block_out_channels=(8, 16, 32, 64),
-        decoder_block_out_channels=(8, 16, 32),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1),
-        patch_size=1,
-        spatial_compression_ratio=SPATIAL,
-        temporal_compression_ratio=TEMPORAL,
-    )
-    return _with_moments(vae, VIDEO_MOMENTS)
+    fields: dict[str, Any] = {
+        "latent_channels": CHANNELS,
+        "block_out_channels": (8, 16, 32, 64),
+        "decoder_block_out_channels": (8, 16, 32),
+        "layers_per_block": (1, 1, 1, 1, 1),
+        "decoder_layers_per_block": (1, 1, 1, 1),
+        "patch_size": 1,
+        "spatial_compression_ratio": SPATIAL,
+        "temporal_compression_ratio": TEMPORAL,
+    }
+    return _with_moments(diffusers.AutoencoderKLLTX2Video(**fields | changes), VIDEO_MOMENTS)
 
 
 def tiny_audio_vae() -> Any:
@@ -98,15 +111,20 @@ def tiny_audio_vae() -> Any:
 
 def tiny_vocoder() -> Any:
     """Two channels at 400 samples per second."""
-    return LTX2Vocoder(
-        in_channels=8 * MEL_BINS,
-        hidden_channels=16,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3]],
-        output_sampling_rate=400,
+    return vocoders.LTX2Vocoder(**_VOCODER, output_sampling_rate=400)
+
+
+def tiny_vocoder_23() -> Any:
+    """Two channels at 400 samples per second, extended to 800. Its transforms, which are buffers, are random."""
+    size = {"filter_length": 8, "hop_length": 4, "window_length": 8, "num_mel_channels": 4}
+    bwe = {**_VOCODER, "in_channels": 8, "upsample_kernel_sizes": [8, 4], "upsample_factors": [4, 2]}
+    extended = {f"bwe_{key}": value for key, value in bwe.items()}
+    made: Any = vocoders.LTX2VocoderWithBWE(
+        **_VOCODER, **extended, **size, input_sampling_rate=400, output_sampling_rate=800
     )
+    made.mel_stft.stft_fn.forward_basis.normal_(std=0.3)
+    made.mel_stft.mel_basis.uniform_(0.0, 1.0)
+    return made
 
 
 def tiny_transformer(**changes: Any) -> Any:
@@ -131,18 +149,56 @@ def tiny_transformer(**changes: Any) -> Any:
 
 def pipeline() -> Any:
     """diffusers' own pipeline of these parts."""
+    return _pipeline(vae=tiny_vae(), connectors=connectors(), transformer=tiny_transformer(), vocoder=tiny_vocoder())
+
+
+def pipeline_23() -> Any:
+    """The same of LTX-2.3, in what its released configuration sets."""
+    return _pipeline(
+        vae=tiny_vae(
+            block_out_channels=(8, 16, 32, 32),
+            decoder_block_out_channels=(8, 16, 16, 32),
+            decoder_layers_per_block=(1, 1, 1, 1, 1),
+            decoder_spatio_temporal_scaling=(True,) * 4,
+            decoder_inject_noise=(False,) * 5,
+            upsample_type=_UPSAMPLE_23,
+            upsample_residual=(False,) * 4,
+            upsample_factor=(2, 2, 1, 2),
+            decoder_spatial_padding_mode="zeros",
+        ),
+        connectors=connectors(
+            video_connector_attention_head_dim=16,
+            video_gated_attn=True,
+            audio_gated_attn=True,
+            rope_type="split",
+            per_modality_projections=True,
+            video_hidden_dim=32,
+            audio_hidden_dim=16,
+            proj_bias=True,
+        ),
+        transformer=tiny_transformer(
+            gated_attn=True,
+            cross_attn_mod=True,
+            audio_gated_attn=True,
+            audio_cross_attn_mod=True,
+            rope_type="split",
+            use_prompt_embeddings=False,
+            perturbed_attn=True,
+        ),
+        vocoder=tiny_vocoder_23(),
+    )
+
+
+def _pipeline(**parts: Any) -> Any:
     pipeline_class: Any = diffusers.LTX2Pipeline
     return pipeline_class(
         scheduler=dynamic_scheduler(
             base_image_seq_len=1024, max_image_seq_len=4096, base_shift=0.95, max_shift=2.05, shift_terminal=0.1
         ),
-        vae=tiny_vae(),
         audio_vae=tiny_audio_vae(),
         text_encoder=gemma(),
         tokenizer=byte_tokenizer({}, eos_token="<|im_end|>", pad_token="<|endoftext|>"),
-        connectors=connectors(),
-        transformer=tiny_transformer(),
-        vocoder=tiny_vocoder(),
+        **parts,
     )
 
 
