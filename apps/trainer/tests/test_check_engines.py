@@ -223,6 +223,14 @@ def findings(name, *overrides):
             ["+placement.train=0-15", "+placement.rollout=16-31"],
             "residency.sleep_engine: true frees memory that no other group needs: placement.rollout = ",
         ),
+        *(
+            (
+                "vlm/qwen3_omni_thinker_gspo",
+                [f"parts/engine={engine}", "parts/layout=colocated"],
+                f"{name} does not serve Qwen3OmniThinkerBundle: it loads the whole Qwen3-Omni, which a push of the",
+            )
+            for engine, name in (("text_vllm", "VLLMRolloutEngine"), ("text_sglang", "SGLangRolloutEngine"))
+        ),
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
             VLLM,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unirl.rollout.engine.served_text.rules import model_is_served
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -111,5 +112,5 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, a_running_server_is_taken_as_it_is)
+RULES = (adapters_are_served, a_running_server_is_taken_as_it_is, model_is_served)
 MACHINE_RULES = (heads_divide, pictures_are_seen)

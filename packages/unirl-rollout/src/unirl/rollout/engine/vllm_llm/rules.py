@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unirl.rollout.engine.served_text.rules import model_is_served
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.device_kinds import kind_of
 from unirl.types.recipe import Messages, Part, Run
@@ -23,5 +24,5 @@ def adapters_have_kernels(own: Part, run: Run) -> Messages:
         yield adapters_in_float32(own.at, rank)
 
 
-RULES = (adapters_have_kernels,)
+RULES = (adapters_have_kernels, model_is_served)
 MACHINE_RULES = (heads_divide,)
