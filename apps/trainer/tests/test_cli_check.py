@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import importlib.metadata
 import importlib.resources
 import inspect
 import json
@@ -826,10 +827,24 @@ def test_a_backend_on_an_untested_version_of_a_library_is_an_error_and_fsdps_rul
 def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "weights.bin").write_text("")
+    for folder, file, name in (
+        ("refiner", "model_index.json", "StableDiffusionXLImg2ImgPipeline"),
+        ("newer", "model_index.json", "MiniMaxH3Pipeline"),
+        ("blocks", "modular_model_index.json", "MiniMaxH3ModularPipeline"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(json.dumps({"_class_name": name}))
+    diffusers = importlib.metadata.version("diffusers")
     for value, message in (
         (str(tmp_path / "nowhere"), "no such folder, and not a hub id"),
         (str(tmp_path / "p.txt"), "is a file. Give a model's folder"),
         (str(tmp_path / "empty"), "it has no model_index.json (it holds weights.bin)"),
+        (str(tmp_path / "refiner"), "refiner holds a StableDiffusionXLImg2ImgPipeline; this model needs a StableDiff"),
+        (
+            str(tmp_path / "newer"),
+            f"newer holds a MiniMaxH3Pipeline, which the installed diffusers {diffusers} does not",
+        ),
+        (str(tmp_path / "blocks"), f"MiniMaxH3Pipeline is a class which the installed diffusers {diffusers} does not"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             on_machine(runnable, {"bundle.pretrained_model": value})

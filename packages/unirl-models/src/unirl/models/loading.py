@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unirl.models.extras import from_extra
+from unirl.models.installed import (
+    MODULAR_INDEX,
+    wrong_component,
+    wrong_model,
+    wrong_modular_pipeline,
+    wrong_pipeline,
+)
 from unirl.types.errors import CheckpointError, ConfigError
 from unirl.types.hub import is_hub_id
 
@@ -64,10 +71,7 @@ class PipelineFolder:
                 f"Use a complete pipeline folder, with {component}/ of class {' or '.join(class_names)}."
             )
         if found not in class_names:
-            raise ConfigError(
-                f"{self.path}: component {component!r} is a {found}; need {' or '.join(class_names)}. "
-                "Point PRETRAINED_MODEL at a checkpoint of this model family."
-            )
+            raise ConfigError(wrong_component(str(self.path), component, found, class_names))
         self.config(component)
         if not needs_weights:
             return
@@ -94,6 +98,9 @@ def open_pipeline_folder(pretrained_model: str, pipeline_classes: Sequence[str])
             f"PRETRAINED_MODEL = {pretrained_model!r} is {'a file' if path.is_file() else 'not there'}. "
             f"Give the folder that holds {INDEX_FILE}, or a hub id such as owner/name."
         )
+    if not (path / INDEX_FILE).is_file() and (path / MODULAR_INDEX).is_file():
+        blocks = _read_json(path / MODULAR_INDEX, "the pipeline").get("_class_name")
+        raise ConfigError(wrong_modular_pipeline(str(path), blocks, pipeline_classes))
     if not (path / INDEX_FILE).is_file():
         raise CheckpointError(
             f"{path} is not a diffusers pipeline folder: it has no {INDEX_FILE}, only "
@@ -103,10 +110,7 @@ def open_pipeline_folder(pretrained_model: str, pipeline_classes: Sequence[str])
     index = _read_json(path / INDEX_FILE, "the pipeline")
     name = index.get("_class_name")
     if name not in pipeline_classes:
-        raise ConfigError(
-            f"{path} holds a {name}; this model needs a {' or '.join(pipeline_classes)}. Point PRETRAINED_MODEL at "
-            "such a checkpoint or choose the model group of the recipe that fits it."
-        )
+        raise ConfigError(wrong_pipeline(str(path), name, pipeline_classes))
     folder = PipelineFolder(path=path, index=index)
     if is_on_hub:
         patterns = [f"{name}/*" for name in folder.components]
@@ -127,8 +131,12 @@ class ModelFolder:
         return _read_json(self.path / file, "the model")
 
 
-def open_model_folder(pretrained_model: str, model_types: Sequence[str], *, needs_weights: bool = True) -> ModelFolder:
-    """The model of a local folder or hub id, checked to be of one of `model_types` (empty: any). Reads no weights.
+def open_model_folder(
+    pretrained_model: str, model_types: Sequence[str] | None, *, needs_weights: bool = True
+) -> ModelFolder:
+    """The model of a local folder or hub id, checked to be of one of `model_types`. Reads no weights.
+
+    model_types: empty takes any that transformers has; None takes any, of a format that is not transformers'.
 
     Raises CheckpointError if there is no such folder, no configuration or no weights in it, ConfigError for another
     type.
@@ -144,12 +152,9 @@ def open_model_folder(pretrained_model: str, model_types: Sequence[str], *, need
             "such as owner/name."
         )
     config = _read_json(path / CONFIG_FILE, "the model")
-    found = config.get("model_type")
-    if model_types and found not in model_types:
-        raise ConfigError(
-            f"{path} holds a model of type {found!r}; this bundle loads {' or '.join(model_types)}. Point "
-            "PRETRAINED_MODEL at such a checkpoint or choose the model group of the recipe that fits it."
-        )
+    problem = None if model_types is None else wrong_model(str(path), config.get("model_type"), model_types)
+    if problem is not None:
+        raise ConfigError(problem)
     if is_on_hub:
         _download(pretrained_model, ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"])
     if needs_weights and not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unirl.models.installed import MODULAR_INDEX, wrong_model, wrong_modular_pipeline, wrong_pipeline
 from unirl.types.hub import is_hub_id
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -20,17 +21,40 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
         return
     name, path, index = f"{own.at}.pretrained_model", Path(str(model)).expanduser(), own.ability("index_file")
     if path.is_dir():
-        if not (path / index).is_file():
+        needed = _classes_of(own)
+        if index == "model_index.json" and not (path / index).is_file() and (path / MODULAR_INDEX).is_file():
+            blocks = _read(path / MODULAR_INDEX, lambda content: content["_class_name"])
+            yield wrong_modular_pipeline(f"{name} = {model}", blocks, needed or [])
+        elif not (path / index).is_file():
             kind = "diffusers pipeline" if index == "model_index.json" else "model"
             holds = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
             yield (
                 f"{name} = {model} is not a {kind} folder: it has no {index} "
                 f"(it holds {holds}). Give the folder that save_pretrained wrote."
             )
+        elif needed is not None and (problem := _wrong_class(path / index, f"{name} = {model}", needed)):
+            yield problem
     elif path.exists():
         yield f"{name} = {model} is a file. Give a model's folder or a hub id such as owner/name."
     elif not is_hub_id(str(model)):
         yield (f"{name} = {model}: no such folder, and not a hub id (owner/name). Set PRETRAINED_MODEL or {name}.")
+
+
+def _classes_of(own: Part) -> Collection[str] | None:
+    """Pipelines or types of models that the bundle loads; None where it does not say."""
+    key = "pipeline_classes" if own.ability("index_file") == "model_index.json" else "model_types"
+    found = own.abilities.get(key)
+    return [str(each) for each in found] if isinstance(found, (list, tuple)) else None
+
+
+def _wrong_class(file: Path, where: str, needed: Collection[str]) -> str | None:
+    """The message for an index or configuration of another class than the bundle loads; None for one that it loads, and
+    for one that cannot be read."""
+    if file.name == "model_index.json":
+        found = _read(file, lambda content: content["_class_name"])
+        return wrong_pipeline(where, found, needed) if found is not None and found not in needed else None
+    found = _read(file, lambda content: content["model_type"])
+    return wrong_model(where, found, needed) if found is not None else None
 
 
 def experts_divide(own: Part, run: Run) -> Messages:

@@ -55,7 +55,7 @@ class PackedBundle(OneComponentBundle):
         self.device = torch.device(device)
         self.defers_weights = defers_weights
         """True if the parameters of the decoder are on the meta device, for a backend to read."""
-        self.folder = open_model_folder(pretrained_model, ())
+        self.folder = open_model_folder(pretrained_model, None)
         self.files: dict[str, Path] = {}
         """The file of each weight of the decoder, and of what lies in the same files."""
 

@@ -82,7 +82,7 @@ class PI0Bundle(RobotBundle):
         self.device = torch.device(device)
         self.robot = robot
         self.max_text_tokens = max_text_tokens
-        self.folder = open_model_folder(pretrained_model, (), needs_weights=has_values(self.device))
+        self.folder = open_model_folder(pretrained_model, None, needs_weights=has_values(self.device))
         self.is_lerobot = self.folder.config.get("type") == "pi0"
         if not self.is_lerobot and self.folder.config.get("model_type") != "pi0":
             raise ConfigError(f"{self.folder.path} holds no pi0. Give a folder of lerobot or transformers that does.")
