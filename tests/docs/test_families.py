@@ -18,6 +18,7 @@ NAMES = {
     "hunyuan_image3": "HunyuanImage3",
     "hunyuan_video": "HunyuanVideo",
     "hunyuan_video15": "HunyuanVideo and 1.5",
+    "janus": "Janus-Pro",
     "ltx2": "LTX-2",
     "ltx23": "LTX-2.3",
     "qwen3": "Qwen3 dense",

@@ -62,6 +62,8 @@ def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> N
         ("Qwen/Qwen3.5-9B", transformers.AutoModelForCausalLM, 8.95),
         ("Qwen/Qwen3.5-27B", transformers.AutoModelForImageTextToText, 27.4),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", transformers.Qwen3OmniMoeThinkerForConditionalGeneration, 31.7),
+        ("deepseek-community/Janus-Pro-1B", transformers.JanusForConditionalGeneration, 2.09),
+        ("deepseek-community/Janus-Pro-7B", transformers.JanusForConditionalGeneration, 7.42),
         ("openai/clip-vit-large-patch14", transformers.CLIPModel, 0.428),
         ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", transformers.CLIPModel, 0.986),
     ],

@@ -82,6 +82,8 @@ def test_the_sampling_of_pass_at_k_has_keys_of_its_kind_now():
     recipe = {"sampling": texts, "eval": {"temperature": 0.5, "top_p": 0.9}}
     assert former.modernised(recipe)["eval"] == {"pass_temperature": 0.5, "pass_top_p": 0.9}
     assert recipe["eval"] == {"temperature": 0.5, "top_p": 0.9}  # the recipe itself stays
+    drawn = {**recipe, "engine": {"_target_": former.IMAGE_TOKENS}, "eval": {"temperature": 0.5}}
+    assert former.modernised(drawn)["eval"] == {"temperature": 0.5}
     images_of_texts = {"eval": {"temperature": 0.5}}
     assert former.modernised(images_of_texts) == images_of_texts
     own = {"sampling": texts, "eval": {"_target_": "mine.Evaluation", "temperature": 0.5, "num_images": 3}}

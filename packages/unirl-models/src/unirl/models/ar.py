@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from unirl.models.packing import Packing
 from unirl.models.text_adapter import TextAdapter
+from unirl.models.token_scores import guided_logits
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import Conditions, TokenExchange
 from unirl.types.sampling import ARSamplingParams
@@ -99,7 +100,7 @@ class Decoder:
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         positions = self._new_positions[..., self.rows, self._step : self._step + 1]
         self._step += 1
-        return self._forward(tokens[:, None], positions)
+        return self._forward(self._adapter.as_written(tokens)[:, None], positions)
 
     def narrow(self, is_alive: Tensor) -> None:
         """Keep only these of `rows`, at least one, which are then the samples of the decoder, numbered anew."""
@@ -123,6 +124,38 @@ class Decoder:
             **inputs,
         )
         return out.logits[:, -1]
+
+
+class GuidedDecoder:
+    """A decoder of prompts and, after them, of as many empty ones, which are guided away from. The samples of a guided
+    rollout have equally many tokens, so that all end together."""
+
+    def __init__(self, decoder: Decoder, scale: float) -> None:
+        self._decoder = decoder
+        self._scale = scale
+
+    @property
+    def cache(self) -> Any:  # Any: as `Decoder.cache`
+        """What the model keeps of tokens before, of both."""
+        return self._decoder.cache
+
+    @property
+    def rows(self) -> Tensor:
+        """See `Decoder.rows`; of the prompts."""
+        rows = self._decoder.rows
+        return rows[: len(rows) // 2]
+
+    def start(self) -> Tensor:
+        """Guided logits [B, V] after each prompt."""
+        return guided_logits(*self._decoder.start().chunk(2), self._scale)
+
+    def step(self, tokens: Tensor, is_alive: Tensor) -> Tensor:
+        """Guided logits after the tokens just drawn, see `Decoder.step`."""
+        return guided_logits(*self._decoder.step(tokens.repeat(2), is_alive.repeat(2)).chunk(2), self._scale)
+
+    def narrow(self, is_alive: Tensor) -> None:
+        """Keep only these samples, with their empty prompts."""
+        self._decoder.narrow(is_alive.repeat(2))
 
 
 @dataclass(frozen=True)
@@ -196,4 +229,9 @@ def check_replayable(segment: TextSegment, params: ARSamplingParams) -> None:
         raise ContractError(
             f"the tokens were sampled at temperature {sampled.temperature} and are to be replayed at "
             f"{params.temperature}. Use the rollout's in both."
+        )
+    if sampled is not None and sampled.guidance_scale != params.guidance_scale:
+        raise ContractError(
+            f"the tokens were sampled with guidance_scale = {sampled.guidance_scale} and are to be replayed with "
+            f"{params.guidance_scale}. Use the rollout's in both."
         )

@@ -42,6 +42,8 @@ class Bundle:
     """Roles of the videos that a prompt must bring."""
     most_images: ClassVar[int | None] = None
     """Images of a prompt that it takes, masks apart; None sets no limit."""
+    draws_by_tokens: ClassVar[bool] = False
+    """True if its samples are images that the model draws token by token, with guidance where it is asked for."""
     index_file: ClassVar[str] = "model_index.json"
     """What makes a folder one of this bundle's."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.ar import Decoder, Inputs, ReplayedTokens
+from unirl.models.ar import Decoder, GuidedDecoder, Inputs, ReplayedTokens
 from unirl.models.causal_lm.routing import Routes, Routing
 from unirl.models.kept_experts import EXPERTS, check_experts, require_dict
 from unirl.models.text_adapter import TextAdapter
@@ -110,11 +110,13 @@ class RoutedPipeline(AutoregressivePipeline):
             require_dict(conditions)[EXPERTS] = ExpertCondition.pack(experts=self._decoder.experts(segment))
             self._decoder = None
 
-    def decoder(self, conditions: Conditions, prompts: list[Tensor], max_new_tokens: int) -> Decoder:
+    def decoder(
+        self, conditions: Conditions, prompts: list[Tensor], params: ARSamplingParams
+    ) -> Decoder | GuidedDecoder:
         """See the base. Where experts are replayed, it notes them."""
         if not self._replays_experts:
-            return super().decoder(conditions, prompts, max_new_tokens)
-        self._decoder = NotingDecoder(self.adapter, conditions, prompts, max_new_tokens, self._routing)
+            return super().decoder(conditions, prompts, params)
+        self._decoder = NotingDecoder(self.adapter, conditions, prompts, params.max_new_tokens, self._routing)
         return self._decoder
 
     @torch.no_grad()

@@ -62,6 +62,11 @@ class LanguageBundle(ModelBundle, Protocol):
         ...
 
     @property
+    def draws_by_tokens(self) -> bool:
+        """True if samples are images that the model draws token by token, with guidance where it is asked for."""
+        ...
+
+    @property
     def vocabulary_size(self) -> int:
         """Words that the model has logits for."""
         ...
@@ -150,6 +155,8 @@ class TextAdapter:
         Raises ConfigError if slots are missing or not understood, or a prompt with its images leaves no room for
         max_new_tokens.
         """
+        if params.uses_guidance and not self.bundle.draws_by_tokens:
+            raise self.unguided()
         texts = primitives.get("text")
         if not isinstance(texts, Texts) or set(primitives) - {"text", *self.read_media}:
             raise self.unread(primitives)
@@ -288,6 +295,11 @@ class TextAdapter:
         """Their text, without special tokens."""
         return self.bundle.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    @property
+    def sample_length(self) -> int | None:
+        """Tokens of every sample, where all have equally many; None where stop tokens end them."""
+        return None
+
     def decode(self, segment: TextSegment) -> Texts:
         """The text of each sample, without special tokens."""
         rows = [row.tolist() for row in segment.unpack("tokens")]
@@ -354,6 +366,23 @@ class TextAdapter:
         media, it is a word like any other."""
         del conditions
         return list(completions)
+
+    def as_written(self, tokens: Tensor) -> Tensor:
+        """Tokens that were just drawn as the model's forward takes them."""
+        return tokens
+
+    def with_empty(self, conditions: Conditions) -> Conditions:
+        """Conditions of samples and, after them, of as many empty prompts, which guidance leads away from. Raises
+        ConfigError if the model takes no guidance."""
+        del conditions
+        raise self.unguided()
+
+    def unguided(self) -> ConfigError:
+        """The error for guidance that the model does not take."""
+        return ConfigError(
+            f"{type(self).__name__} draws tokens without guidance. Set sampling.guidance_scale: 1, or take a model "
+            "that draws images by tokens (Janus)."
+        )
 
     def model_inputs(self, conditions: Conditions) -> dict[str, Tensor]:
         """What the model's forward takes besides tokens and positions wherever the prompts are part of it."""

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import num_rows, require_condition
-from unirl.models.ar import Decoder, Inputs, ReplayedTokens, check_replayable, packed_inputs, padded_inputs
+from unirl.models.ar import (
+    Decoder,
+    GuidedDecoder,
+    Inputs,
+    ReplayedTokens,
+    check_replayable,
+    packed_inputs,
+    padded_inputs,
+)
 from unirl.models.evaluation_mode import evaluating
 from unirl.models.spread_scores import SpreadScores
 from unirl.models.text_adapter import LanguageBundle, TextAdapter
@@ -135,8 +143,11 @@ class AutoregressivePipeline:
     ) -> TextSegment:
         """Completions of B prompts, see the protocol. Call inside `evaluating()`.
 
-        Raises ContractError if sizes disagree, and if the model writes some tokens itself and something was begun.
+        Raises ContractError if sizes disagree, and if the model writes some tokens itself, or images, and something was
+        begun.
         """
+        if num_begun is not None and self.adapter.sample_length is not None:
+            raise ContractError("tokens of images are drawn from the first to the last, so that none can be continued")
         prompts = require_condition(conditions, "prompt", PromptCondition).unpack("tokens")
         begun = [0] * len(prompts) if num_begun is None else list(num_begun)
         if not num_rows(conditions) == len(noise_keys) == len(begun):
@@ -152,7 +163,7 @@ class AutoregressivePipeline:
         draws = placed(uniforms(noise_keys, params.seed, params.max_new_tokens), device)
         begun_B = torch.tensor(begun, dtype=torch.long, device=device)
         resumed = None if kept is None else kept.take(noise_keys, prompts)
-        decoder = self.decoder(conditions, prompts, params.max_new_tokens) if resumed is None else resumed
+        decoder = self.decoder(conditions, prompts, params) if resumed is None else resumed
         rows, chosen = decoder.rows, torch.stack([prompt[-1] for prompt in prompts])
 
         tokens = torch.zeros(len(prompts), params.max_new_tokens, dtype=torch.long, device=device)
@@ -189,6 +200,8 @@ class AutoregressivePipeline:
             left, counts = (~is_done).nonzero().flatten().tolist(), lengths.tolist()
             written = [torch.cat([prompts[row], tokens[row, : counts[row]]]) for row in left]
             kept.keep(decoder, [noise_keys[row] for row in left], written)
+        if self.adapter.sample_length is not None:
+            is_stopped = lengths == self.adapter.sample_length
         status = torch.where(is_stopped, int(SegmentStatus.COMPLETED), int(SegmentStatus.TRUNCATED))
         status[~is_done] = int(SegmentStatus.ABORTED)
         counts = lengths.tolist()
@@ -202,9 +215,15 @@ class AutoregressivePipeline:
         self.remember(conditions, segment)
         return segment
 
-    def decoder(self, conditions: Conditions, prompts: list[Tensor], max_new_tokens: int) -> Decoder:
+    def decoder(
+        self, conditions: Conditions, prompts: list[Tensor], params: ARSamplingParams
+    ) -> Decoder | GuidedDecoder:
         """What computes the logits of a rollout."""
-        return Decoder(self.adapter, conditions, prompts, max_new_tokens)
+        if not params.uses_guidance:
+            return Decoder(self.adapter, conditions, prompts, params.max_new_tokens)
+        both = self.adapter.with_empty(conditions)
+        read = require_condition(both, "prompt", PromptCondition).unpack("tokens")
+        return GuidedDecoder(Decoder(self.adapter, both, read, params.max_new_tokens), params.guidance_scale)
 
     def remember(self, conditions: Conditions, segment: TextSegment) -> None:
         """Add to `conditions` what replays of the segment need besides it; nothing for most models."""
@@ -216,6 +235,9 @@ class AutoregressivePipeline:
         segment was sampled with other parameters.
         """
         check_replayable(segment, params)
+        tokens = segment.tokens
+        if params.uses_guidance:
+            conditions, segment = self.adapter.with_empty(conditions), TextSegment.concat([segment, segment])
         inputs, ordered = self.inputs_of(conditions, segment)
         prompts = require_condition(conditions, "prompt", PromptCondition).lengths.tolist()
         places_N = torch.cat(
@@ -224,7 +246,9 @@ class AutoregressivePipeline:
                 for start, prompt, completion in zip(inputs.starts, prompts, segment.lengths.tolist(), strict=True)
             ]
         )
-        exchange, of_layers, tokens = self.bundle.token_exchange, self.bundle.layer_exchange, segment.tokens
+        if params.uses_guidance:
+            places_N = places_N.unflatten(0, (2, -1))
+        exchange, of_layers = self.bundle.token_exchange, self.bundle.layer_exchange
         spread = None
         if exchange is not None:
             spread = SpreadScores.of(places_N, inputs.arguments["packing"], exchange)
@@ -232,7 +256,10 @@ class AutoregressivePipeline:
             spread = SpreadScores.dealt(places_N, of_layers)
         if spread is not None:
             places_N, tokens = spread.places, tokens[spread.own.to(tokens.device)]
-        with self.bundle.head.scoring(places_N.to(tokens.device), tokens, params.temperature, of_layers):
+        scale = params.guidance_scale
+        with self.bundle.head.scoring(
+            places_N.to(tokens.device), tokens, params.temperature, of_layers, guidance_scale=scale
+        ):
             with self.around(inputs, ordered):
                 out = self.bundle.model(**inputs.arguments, **self.adapter.model_inputs(ordered), use_cache=False)
         *scores, hidden = out.logits

@@ -23,6 +23,12 @@ CHUNK_LOGITS = 2**25
 """Logits held at once by default: 128 MiB in float32, 220 tokens of a vocabulary of 151,936."""
 
 
+def guided_logits(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance of logits [..., V], in float32."""
+    unconditional = unconditional.float()
+    return unconditional + scale * (conditional.float() - unconditional)
+
+
 def softmax_scores(logits: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob of each token, entropy, sum of squared probabilities), [N] float32 each, of softmax(logits /
     temperature); nats. The last has no gradient.
@@ -47,6 +53,7 @@ def chunked_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_scores` of project(hidden_ND), `tokens_per_chunk` tokens at a time.
 
+    hidden_ND: [N, D], or more dimensions where `project` takes them.
     project: [n, D] -> logits [n, V], any function of its input and of parameters. Gradients flow to both.
     """
 
@@ -95,19 +102,26 @@ class ScoringHead(nn.Linear):
         self.weight = projection.weight
         self.bias = projection.bias
         self._tokens_per_chunk = max(1, chunk_logits // projection.out_features)
-        self._asked: tuple[Tensor, Tensor, float, LayerExchange | None] | None = None
+        self._asked: tuple[Tensor, Tensor, float, LayerExchange | None, float] | None = None
 
     @contextmanager
     def scoring(
-        self, places_N: Tensor, tokens_N: Tensor, temperature: float, of_layers: LayerExchange | None = None
+        self,
+        places_N: Tensor,
+        tokens_N: Tensor,
+        temperature: float,
+        of_layers: LayerExchange | None = None,
+        *,
+        guidance_scale: float = 1.0,
     ) -> Generator[None]:
         """Inside, a forward returns (log-probs, entropies, sums of squared probabilities: [N] each, hidden states
         [N, D]) in place of logits.
 
-        tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row. of_layers: of
-        the ranks that have the same hidden states, where each scores other tokens.
+        tokens_N: int64 [N]. places_N: int64 [N], which hidden state predicts each, counted row by row; with
+        guidance_scale above 1 [2, N], those of prompts and those of empty ones. of_layers: of the ranks that have the
+        same hidden states, where each scores other tokens. The hidden states of guided tokens are those of the prompts.
         """
-        self._asked = (places_N, tokens_N, temperature, of_layers)
+        self._asked = (places_N, tokens_N, temperature, of_layers, guidance_scale)
         try:
             yield
         finally:
@@ -117,11 +131,20 @@ class ScoringHead(nn.Linear):
         """Logits [..., V] of hidden states [..., D], or scores inside `scoring`."""
         if self._asked is None:
             return super().forward(hidden)
-        places_N, tokens_N, temperature, of_layers = self._asked
+        places_N, tokens_N, temperature, of_layers, scale = self._asked
         if of_layers is not None:
             hidden = of_layers.dealt(hidden)
-        hidden_ND = hidden.flatten(end_dim=-2).index_select(0, places_N)
-        scores = chunked_scores(
-            super().forward, hidden_ND, tokens_N, temperature, tokens_per_chunk=self._tokens_per_chunk
-        )
+        hidden_PD, project = hidden.flatten(end_dim=-2), super().forward
+        if scale > 1:
+            hidden_N2D = hidden_PD[places_N.T]
+            scores = chunked_scores(
+                lambda pair: guided_logits(*project(pair).unbind(1), scale),
+                hidden_N2D,
+                tokens_N,
+                temperature,
+                tokens_per_chunk=max(1, self._tokens_per_chunk // 2),
+            )
+            return *scores, hidden_PD.index_select(0, places_N[0])  # no view: FSDP hooks what a forward returns
+        hidden_ND = hidden_PD.index_select(0, places_N)
+        scores = chunked_scores(project, hidden_ND, tokens_N, temperature, tokens_per_chunk=self._tokens_per_chunk)
         return *scores, hidden_ND

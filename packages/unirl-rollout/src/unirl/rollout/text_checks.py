@@ -32,23 +32,28 @@ def prompt_conditions(req: RolloutReq, codec: TextCodec) -> dict[str, Condition]
     return given if "prompt" in given else codec.encode(req.primitives, text_params(req))
 
 
-def verify_finished(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
+def verify_finished(
+    segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int], sample_length: int | None = None
+) -> None:
     """`verify_text_segment` of the samples that were neither ended early nor refused."""
     if segment.status is None:
-        verify_text_segment(segment, params, stop_token_ids)
+        verify_text_segment(segment, params, stop_token_ids, sample_length)
         return
     is_whole = (segment.status != SegmentStatus.ABORTED) & (segment.status != SegmentStatus.FAILED)
     if bool(is_whole.all()):
-        verify_text_segment(segment, params, stop_token_ids)
+        verify_text_segment(segment, params, stop_token_ids, sample_length)
     elif bool(is_whole.any()):
-        verify_text_segment(segment.select(is_whole.nonzero().flatten()), params, stop_token_ids)
+        verify_text_segment(segment.select(is_whole.nonzero().flatten()), params, stop_token_ids, sample_length)
 
 
-def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int]) -> None:
+def verify_text_segment(
+    segment: TextSegment, params: ARSamplingParams, stop_token_ids: Sequence[int], sample_length: int | None = None
+) -> None:
     """Raise ContractError unless every sample has tokens, an end that matches its status, and finite log-probs.
 
-    A completed sample ends with one of `stop_token_ids`, a truncated one has max_new_tokens tokens; neither has an
-    earlier stop token. Log-probs are at most 0, and may only be absent for greedy sampling.
+    A completed sample ends with one of `stop_token_ids`, or has `sample_length` tokens where all samples have; a
+    truncated one has max_new_tokens tokens; neither has an earlier stop token. Log-probs are at most 0, and may only be
+    absent for greedy sampling.
     """
     if segment.params != params:
         raise ContractError(f"the engine sampled with {segment.params}, the request asked for {params}")
@@ -66,7 +71,9 @@ def verify_text_segment(segment: TextSegment, params: ARSamplingParams, stop_tok
             fault = f"has {length} tokens, expected 1 to max_new_tokens = {params.max_new_tokens}"
         elif any(is_stop[start : end - 1]):
             fault = f"goes on behind a stop token: {segment.tokens[start:end].tolist()}"
-        elif (ending == SegmentStatus.COMPLETED) != ends_with_stop:
+        elif (ending == SegmentStatus.COMPLETED) != (
+            ends_with_stop if sample_length is None else length == sample_length
+        ):
             last = int(segment.tokens[end - 1])
             fault = f"is {SegmentStatus(ending).name} but its last token is {last} (stops: {stops.tolist()})"
         elif ending == SegmentStatus.TRUNCATED and length < params.max_new_tokens:

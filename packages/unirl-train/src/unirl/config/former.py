@@ -22,6 +22,8 @@ CLASSES: Mapping[str, str] = {
     "unirl.trainer.composed_evaluation.ComposedEvaluationConfig": EVALUATION,
 }
 """Import path in the last release -> current import path."""
+IMAGE_TOKENS = "unirl.rollout.engine.trainside.image_tokens.TrainsideImageTokenEngine"
+"""Engine of images that are drawn by tokens, which the last release did not have."""
 FORMER_COUNTS = ("num_images", "num_completions")
 """Old keys of `eval` for the number of samples to show."""
 
@@ -33,7 +35,8 @@ def _options_of_evaluations(recipe: Node) -> list[str]:
     samples = dict(recipe.get("samples") or {})
     moves = [(key, samples, "samples", "per_evaluation") for key in FORMER_COUNTS]
     moves.append(("top_p", evaluation, "eval", "pass_top_p"))
-    if str((recipe.get("sampling") or {}).get(TARGET)).endswith(".ARSamplingParams"):
+    samples_texts = str((recipe.get("sampling") or {}).get(TARGET)).endswith(".ARSamplingParams")
+    if samples_texts and (recipe.get("engine") or {}).get(TARGET) != IMAGE_TOKENS:
         moves.append(("temperature", evaluation, "eval", "pass_temperature"))
     lines = []
     for old, section, name, new in moves:

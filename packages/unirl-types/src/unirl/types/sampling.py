@@ -302,6 +302,9 @@ class ARSamplingParams(BaseSamplingParams):
     """Above 0, only so many tokens are sampled from, as top_p. 0 means no limit."""
     stop_token_ids: tuple[int, ...] = ()
     """End a sample, besides the model's own end-of-sequence ids."""
+    guidance_scale: float = 1.0
+    """For models that draw images by tokens: tokens are drawn from softmax((u + scale (c - u)) / temperature), c and u
+    the logits after the prompt and after an empty one. 1 means no guidance: the model runs once per token."""
     seed: int = 42
     """Base seed of the draws; each sample's own follows from it and the sample's key alone."""
 
@@ -312,6 +315,8 @@ class ARSamplingParams(BaseSamplingParams):
         _require_number("top_p", self.top_p)
         _require(0 < self.top_p <= 1, f"top_p = {self.top_p} must lie in (0, 1]")
         _require_integer("top_k", self.top_k, minimum=0)
+        _require_number("guidance_scale", self.guidance_scale)
+        _require(self.guidance_scale >= 1, f"guidance_scale = {self.guidance_scale} must be at least 1 (no guidance)")
         # Recipes are YAML, which knows lists only.
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
@@ -322,6 +327,11 @@ class ARSamplingParams(BaseSamplingParams):
     def is_greedy(self) -> bool:
         """True if the most probable token is taken instead of a drawn one."""
         return self.temperature == 0
+
+    @property
+    def uses_guidance(self) -> bool:
+        """True if a token needs the logits of an empty prompt too."""
+        return self.guidance_scale > 1
 
     @property
     def is_truncated(self) -> bool:

@@ -103,6 +103,16 @@ def negative_prompt_is_read(own: Part, run: Run) -> Messages:
         )
 
 
+def guided_tokens_have_an_empty_prompt(own: Part, run: Run) -> Messages:
+    """Guidance of tokens has a model that knows an empty prompt."""
+    scale = own.get("guidance_scale", 1.0)
+    if own.ability("samples_tokens") and scale > 1 and not run.policy.bundle.ability("draws_by_tokens"):
+        yield (
+            f"{own.at}.guidance_scale = {scale}, but {run.policy.bundle.name} draws tokens without guidance. Set it to "
+            "1, or take a model that draws images by tokens (unirl.models.janus.bundle.JanusBundle)."
+        )
+
+
 def samples_differ(own: Part, run: Run) -> Messages:
     """Samples of a prompt have something that differs."""
     repeats, reason = own.get("samples_per_prompt", 1), no_stochastic_steps(own)
@@ -274,6 +284,7 @@ RULES = (
     post_steps_exist,
     guidance_has_negative_prompt,
     negative_prompt_is_read,
+    guided_tokens_have_an_empty_prompt,
     samples_differ,
     branches_are_stochastic,
     branches_are_trained,

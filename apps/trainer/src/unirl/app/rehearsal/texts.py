@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import require_condition
-from unirl.models.ar import Decoder
+from unirl.models.ar import Decoder, GuidedDecoder
 from unirl.models.extras import from_extra
+from unirl.models.janus.pipeline import JanusPipeline
 from unirl.models.packed.language import TextCache
 from unirl.models.text_adapter import TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
@@ -133,6 +134,8 @@ def _generating(
         status, last = SegmentStatus.TRUNCATED, 0
         if answers is not None:
             status, last = SegmentStatus.COMPLETED, pipeline.stop_token_ids(params)[0]
+        elif isinstance(pipeline, JanusPipeline):  # an image is complete
+            status = SegmentStatus.COMPLETED
         own = torch.tensor([0] * (num_tokens - 1) + [last], device=device)
         segment = TextSegment.pack(
             tokens=[own] * num,
@@ -165,11 +168,11 @@ class FirstTokens(ExitStack):
         self._num_tokens = num_tokens
         self._num_asked = 0
         self._cache_bytes = 0
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder | GuidedDecoder | None = None
         self._grown: Tensor | None = None
         """What the cache grows by until the last token."""
 
-    def of(self, decoder: Decoder) -> Decoder:
+    def of(self, decoder: Decoder | GuidedDecoder) -> Decoder | GuidedDecoder:
         """The decoder of the rollout, in which no row is done: what was drawn has no values to end by."""
         step, every = decoder.step, torch.ones_like(decoder.rows, dtype=torch.bool)
         # Taken back at the end: a decoder that held itself would keep its cache until the next collection.
@@ -198,7 +201,7 @@ class FirstTokens(ExitStack):
         return number > FEW
 
     @property
-    def _made(self) -> Decoder:
+    def _made(self) -> Decoder | GuidedDecoder:
         if self._decoder is None:
             raise ContractError("tokens were decoded without a decoder")
         return self._decoder

@@ -110,7 +110,7 @@ class CausalLMBundle(OneComponentBundle):
             self.model = self._load_model(weights_dtype).to(self.device).eval()
         self.head = ScoringHead(plain_projection(self.model), chunk_logits=chunk_logits)
         self.model.set_output_embeddings(self.head)
-        check_tokenizer(self.tokenizer, self.model, self.vocabulary_size, self.folder.path)
+        check_tokenizer(self.tokenizer, self.model, self._words_read(), self.folder.path)
         check_blocks(self.model, self.block_class_names)
         self._check_logits()
         self.is_packable = self._pack()
@@ -275,6 +275,10 @@ class CausalLMBundle(OneComponentBundle):
                 torch.manual_seed(self._random_weights)
                 return from_configuration(self.auto_class, path, dtype, torch.device("cpu"))
         return read_model(self.auto_class, path, dtype, self.device)
+
+    def _words_read(self) -> int:
+        """Words that texts may have."""
+        return self.vocabulary_size
 
     def _check_logits(self) -> None:
         """Raises ConfigError for a model that does more to its logits than project, which scoring would leave out."""

@@ -110,7 +110,7 @@ def _write_language_model(model: LanguageModel, folder: Path) -> None:
         config = getattr(transformers, model.config_class)(**model.settings)
         config.architectures = [model.model_class]
         config.save_pretrained(folder)
-    _tokenizer(model.model_class, length=None).save_pretrained(folder)
+    _tokenizer(model.model_class, length=None, image_words=model.image_words).save_pretrained(folder)
     if model.sees:
         processor = transformers.Qwen2VLImageProcessorPil(patch_size=model.patch_size)
         processor.save_pretrained(folder)
@@ -132,12 +132,15 @@ def _write_configuration(model_class: Any, settings: Settings, place: Path) -> N
     (place / file).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _tokenizer(class_name: str, length: int | None = PROMPT_TOKENS) -> Any:  # Any: of transformers
-    """length: longest text, None for no limit; of CLIP always 77."""
+def _tokenizer(
+    class_name: str, length: int | None = PROMPT_TOKENS, *, image_words: Mapping[str, str] | None = None
+) -> Any:  # Any: of transformers
+    """length: longest text, None for no limit; of CLIP always 77. image_words: special tokens by their names."""
     length = 77 if class_name.startswith("CLIP") else length
     return byte_tokenizer(
         {token: place for place, token in enumerate(SPECIAL)},
         **({} if length is None else {"model_max_length": length}),
+        **({} if image_words is None else {"extra_special_tokens": dict(image_words)}),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",

@@ -28,6 +28,8 @@ class LanguageModel:
     patch_size: int = 14
     num_mel_bins: int | None = None
     """Channels that the feature extractor of a model that hears makes."""
+    image_words: Mapping[str, str] | None = None
+    """Names of the tokenizer for the marks of images that the model draws."""
 
 
 _QWEN3 = ("Qwen3Config", QWEN3_4B, "Qwen3ForCausalLM")
@@ -119,7 +121,37 @@ _OPENVLA: Settings = {
     "pad_to_multiple_of": 64,
     "n_action_bins": 256,
 }
+
+
+def _janus(width: int, inner_width: int, layers: int, heads: int) -> LanguageModel:
+    """Janus-Pro. The vision tower and the codes are the defaults of transformers' classes; the sizes of the language
+    model and the separate output projection are from memory."""
+    settings: Settings = {
+        "text_config": {
+            "model_type": "llama",
+            "vocab_size": 102400,
+            "hidden_size": width,
+            "intermediate_size": inner_width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 16384,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        "vision_config": {"projection_dim": width},
+        "vq_config": {"projection_dim": width, "image_token_embed_dim": width},
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": False,
+    }
+    words = {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"}
+    return LanguageModel("JanusConfig", settings, "JanusForConditionalGeneration", image_words=words)
+
+
 LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
+    "deepseek-community/Janus-Pro-1B": _janus(2048, 5632, 24, 16),
+    "deepseek-community/Janus-Pro-7B": _janus(4096, 11008, 30, 32),
     "openvla/openvla-7b": LanguageModel(None, _OPENVLA, "OpenVLAForActionPrediction"),
     "lerobot/pi0_base": LanguageModel("PI0Config", {}, "PI0ForConditionalGeneration"),
     "Qwen/Qwen3-4B": LanguageModel(*_QWEN3),

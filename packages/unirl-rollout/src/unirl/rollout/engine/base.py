@@ -81,6 +81,8 @@ class BaseRolloutEngine(ABC):
     """True if the model receives the audio of a request."""
     takes_sizes: ClassVar[bool] = False
     """Diffusion only: True if a stage may draw each image at a different size."""
+    draws_by_tokens: ClassVar[bool] = False
+    """True if its samples are images that a model draws token by token."""
     plays_episodes: ClassVar[bool] = False
     """True if it plays episodes in an environment."""
     needs_moves: ClassVar[bool] = False

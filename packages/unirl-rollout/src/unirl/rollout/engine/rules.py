@@ -28,6 +28,15 @@ def images_are_given(own: Part, run: Run) -> Messages:
         yield f"sampling.eta = {eta}: given images have no stochastic steps. Set sampling.eta: 0."
 
 
+def tokens_make_images(own: Part, run: Run) -> Messages:
+    """An engine that makes images of tokens samples from a model that draws them."""
+    if own.ability("draws_by_tokens") and not run.policy.bundle.ability("draws_by_tokens"):
+        yield (
+            f"{own.name} makes images of tokens, which {run.policy.bundle.name} does not draw. Set {own.at}._target_: "
+            "unirl.rollout.engine.trainside.text.TrainsideTextEngine, or take unirl.models.janus.bundle.JanusBundle."
+        )
+
+
 def engine_gets_its_weights(own: Part, run: Run) -> Messages:
     """The recipe pushes the policy to an engine with separate weights, and only to such an engine."""
     has_own, policy = own.ability("has_own_weights"), run.policy
@@ -160,6 +169,7 @@ def own_steps_are_taken(own: Part, run: Run) -> Messages:
 
 RULES = (
     images_are_given,
+    tokens_make_images,
     dropped_prompts_have_a_negative_one,
     engine_gets_its_weights,
     engine_takes_the_push,

@@ -340,6 +340,19 @@ class AutoregressivePipeline(TextCodec, Protocol):
         ...
 
 
+class ImageTokenPipeline(AutoregressivePipeline, Protocol):
+    """A model whose samples are images that it draws token by token. `decode` gives the numbers of the tokens."""
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of each image."""
+        ...
+
+    def images(self, segment: TextSegment) -> Images:
+        """The image of each sample. A collective where the weights are sharded, as `generate`."""
+        ...
+
+
 class ResumingPipeline(AutoregressivePipeline, Protocol):
     """An autoregressive pipeline that can end completions early, and continue them with other weights."""
 

@@ -10,6 +10,7 @@ from unirl.rollout.engine.versions import mark_versions
 from unirl.rollout.text_checks import prompt_conditions, text_params, verify_finished
 from unirl.types.bounds import PositiveInt, bounded
 from unirl.types.conditions import Condition
+from unirl.types.media import Primitive
 from unirl.types.protocols.models import AutoregressivePipeline
 from unirl.types.protocols.training import ShardedPolicyStore
 from unirl.types.roles import Collect, Dispatch, distributed
@@ -59,10 +60,17 @@ class TrainsideTextEngine(DirectSampling):
         params = text_params(req)
         conditions = prompt_conditions(req, self._pipeline)
         segment = self._segment(req, conditions, params)
-        verify_finished(segment, params, self._pipeline.stop_token_ids(params))
-        decoded = self._pipeline.decode(segment)
-        track = req.make_root_track(conditions=conditions, segment=segment, decoded=decoded)
+        self._verify(segment, params)
+        track = req.make_root_track(conditions=conditions, segment=segment, decoded=self._decoded(segment))
         return RolloutResp(tracks={self._track: mark_versions(track, self._version())})
+
+    def _verify(self, segment: TextSegment, params: ARSamplingParams) -> None:
+        """Raise ContractError if the segment is not what was asked for."""
+        verify_finished(segment, params, self._pipeline.stop_token_ids(params))
+
+    def _decoded(self, segment: TextSegment) -> Primitive:
+        """What scorers get."""
+        return self._pipeline.decode(segment)
 
     def _segment(self, req: RolloutReq, conditions: dict[str, Condition], params: ARSamplingParams) -> TextSegment:
         """What the model writes; may add to the conditions what replays need."""

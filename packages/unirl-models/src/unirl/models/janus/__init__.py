@@ -1,0 +1,1 @@
+"""Janus-Pro: a language model that draws images token by token."""
