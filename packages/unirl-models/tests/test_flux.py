@@ -56,6 +56,18 @@ def test_texts_of_flux2_dev_equal_the_stock_encoders_bit_for_bit(dev: Path) -> N
     assert found.embeds.shape == (3, 288, 48) and torch.equal(found.embeds, expected)
 
 
+def test_the_tokenizer_of_flux2_dev_is_the_one_of_its_file(dev: Path, tmp_path: Path) -> None:
+    """Whatever class its configuration names; of Llama's the words would lose their spaces."""
+    family, texts = families()["flux2_dev"], ["a  red cat"]
+    folder = Path(shutil.copytree(dev, tmp_path / "llama"))
+    path = folder / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "LlamaTokenizerFast"}))
+    found, expected = (family.bundle(str(each)).processors["tokenizer"] for each in (folder, dev))
+    ids = found(texts).input_ids
+    assert ids == expected(texts).input_ids and found.decode(ids[0]) == "<s>a  red cat"
+    assert found.padding_side == "left" and found.chat_template == expected.chat_template
+
+
 def test_flux2_dev_takes_its_guidance_as_an_input_and_no_other(dev: Path) -> None:
     family = families()["flux2_dev"]
     pipeline = family.pipeline(family.bundle(str(dev)), FlowSDEStrategy())

@@ -8,6 +8,7 @@ from unittest import mock
 
 import diffusers
 import transformers
+from tokenizers import processors
 from torch import Tensor
 from transformers.models.pixtral import image_processing_pil_pixtral as pil_images
 
@@ -36,7 +37,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> Any:
-    """Bytes after Mistral's special tokens, filled up on the left as Mistral's."""
+    """Bytes after Mistral's special tokens, with a mark of the beginning, filled up on the left as Mistral's."""
     made = byte_tokenizer(
         {token: place for place, token in enumerate(SPECIAL)},
         unk_token="<unk>",
@@ -45,6 +46,9 @@ def tokenizer() -> Any:
         pad_token="<pad>",
         additional_special_tokens=list(SPECIAL[4:]),
         padding_side="left",
+    )
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))]
     )
     made.chat_template = TEMPLATE
     return made

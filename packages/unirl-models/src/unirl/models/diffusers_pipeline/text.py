@@ -98,13 +98,20 @@ class TextEncoders(ABC):
         *,
         suffix: str = "",
         padding: Literal["max_length", "longest"] = "max_length",
+        add_special_tokens: bool = True,
     ) -> Any:  # Any: a BatchEncoding, which types its tensors by name
         """Ids and mask [B, L] by the tokenizer of that suffix, on the device of its encoder.
 
-        Texts are cut at `max_length` and filled up to it, or to the longest of them.
+        Texts are cut at `max_length` and filled up to it, or to the longest of them. add_special_tokens: False for
+        texts that have the marks of their beginning and end.
         """
         tokens = self.tokenizers[f"tokenizer{suffix}"](
-            list(texts), padding=padding, max_length=max_length, truncation=True, return_tensors="pt"
+            list(texts),
+            padding=padding,
+            max_length=max_length,
+            truncation=True,
+            add_special_tokens=add_special_tokens,
+            return_tensors="pt",
         )
         return tokens.to(self.encoders[f"text_encoder{suffix}"].device)
 

@@ -16,7 +16,7 @@ from unirl.types.errors import CheckpointError
 with from_extra("diffusers"):
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
     from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
-    from transformers import AutoTokenizer, Mistral3ForConditionalGeneration
+    from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
 
 class Flux2Bundle(RankFollowing, DiffusersBundle):
@@ -63,9 +63,13 @@ class Flux2DevBundle(Flux2Bundle):
         return bool(self.transformer.config["guidance_embeds"])
 
     def load_processor(self, name: str) -> Any:  # Any: as in the base
-        """The tokenizer of the processor of texts and images, which needs no torchvision without the latter."""
+        """The tokenizer of the processor of texts and images, which needs no torchvision without the latter.
+
+        It is read as its file has it: the classes of Llama, which configurations of Mistral name, would build another
+        one of its words, which loses spaces.
+        """
         path = self.folder.path / name
         try:
-            return AutoTokenizer.from_pretrained(path)
+            return PreTrainedTokenizerFast.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} has no tokenizer that loads: {error}") from error

@@ -53,7 +53,9 @@ class LayersOfTextEncoder(TextEncoders):
 
         model: the encoder's body, Any of transformers: the logits of 150,000 words are not read.
         """
-        tokens = self.tokens(turns, max_sequence_length)
+        begin = self.tokenizers["tokenizer"].bos_token
+        is_marked = begin is not None and turns[0].startswith(begin)  # a template writes it, or leaves it out
+        tokens = self.tokens(turns, max_sequence_length, add_special_tokens=not is_marked)
         hidden: Sequence[Tensor] = model(
             input_ids=tokens.input_ids,
             attention_mask=tokens.attention_mask,
