@@ -30,7 +30,7 @@ SIZES = [(2, 2), (3, 2), (2, 4)]
 """In tokens, so that no image is resized: SGLang resamples otherwise than the pipeline."""
 
 UNREAD = ".deepstack_merger_list.1."
-"""Of Qwen3-VL: added to places of the image behind the last of two layers, where no answer reads it."""
+"""Part of Qwen3-VL that is added to places of the image behind the last of two layers, where no answer reads it."""
 
 
 def request(pipeline) -> RolloutReq:

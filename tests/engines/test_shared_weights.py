@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow]
 TOLERANCE = 1e-4
 """As of test_served_latents."""
 BUCKET_BYTES = 200_000
-"""Of 12.7 MB: projections of one attention come in different buckets."""
+"""The weights are 12.7 MB, so projections of one attention come in different buckets."""
 
 
 @pytest.fixture(params=[marked("vllm_omni")])
