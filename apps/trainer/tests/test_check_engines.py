@@ -185,6 +185,17 @@ def findings(name, *overrides):
         ),
         (
             SHAPES,
+            [
+                "reward.scorers.shapes=null",
+                "+reward.scorers.own._target_=unirl.reward.function.FunctionRewardScorer",
+                "+reward.scorers.own.function=unirl.reward.worlds.shapes_latents.smoothness",
+                "+engine.decode=false",
+                "save.best_metric=reward",
+            ],
+            "engine.decode: false leaves no pixels to score, which reward.scorers.own (FunctionRewardScorer) needs.",
+        ),
+        (
+            SHAPES,
             ["+engine.decode=false"],
             "engine.decode: false leaves no pixels to score, which reward.scorers.shapes (ShapesRewardScorer) needs.",
         ),

@@ -9,6 +9,7 @@ import torch
 
 from unirl.reward.function import FunctionRewardScorer
 from unirl.reward.service import RewardService
+from unirl.reward.worlds.shapes_latents import smoothness
 from unirl.types.errors import ConfigError, ContractError, RewardError
 from unirl.types.media import Texts, Videos
 from unirl.types.reward import RewardRequest
@@ -194,3 +195,24 @@ def test_two_generated_media_are_refused():
 def test_impossible_arguments_are_refused(arguments, text):
     with pytest.raises(ConfigError, match=text):
         FunctionRewardScorer(brightness, **arguments)
+
+
+def energy(latents, prompts, metadata, power=2):
+    """Mean power of each sample's latents."""
+    return latents.abs().pow(power).flatten(1).mean(1)
+
+
+def test_a_function_may_read_latents_where_nothing_is_decoded(make_request):
+    latents = torch.randn(6, 2, 4, 4, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    blind = make_request().replace(generated={}, latents=latents)
+    scorer = FunctionRewardScorer(energy, latents=True, batch_size=4, power=3)
+    assert torch.equal(scorer.score(blind).rewards, latents.float().abs().pow(3).flatten(1).mean(1))
+    with pytest.raises(ContractError, match="scorer energy scores latents, and this request has none"):
+        scorer.score(make_request())
+    with pytest.raises(ContractError, match="scorer energy scores generated"):
+        FunctionRewardScorer(energy).score(blind)
+
+
+def test_smoothness_by_hand():
+    latents = torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]], [[[3.0, 3.0], [3.0, 3.0]]]])
+    assert smoothness(latents, ["a", "b"], [{}, {}]).tolist() == [-1.0, 0.0]

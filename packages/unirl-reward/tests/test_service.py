@@ -6,7 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -187,7 +187,7 @@ def test_a_track_without_media_is_refused():
 class Loudness(LocalScorer):
     """Scores clean latents by their mean square."""
 
-    reads_media: ClassVar[bool] = False
+    reads_media = False
 
     def score_batch(self, request):
         return request.latents.square().flatten(1).mean(1)

@@ -64,7 +64,7 @@ class LocalScorer(ABC):
 
     is_differentiable: ClassVar[bool] = False
     """True if `score_with_gradient` works."""
-    reads_media: ClassVar[bool] = True
+    reads_media: bool = True
     """True if it needs what was generated; False for a scorer of `RewardRequest.latents`, or of inputs alone, which
     also scores where nothing is decoded (`engine.decode: false`)."""
     prompt_grammar: ClassVar[str | None] = None

@@ -34,6 +34,8 @@ class FunctionRewardScorer(LocalScorer):
     prompts: list of str. metadata: list of dict, the sample's row of the data file (empty where there is none).
     The function returns b numbers, or a dict of these with the keys of `component_weights`, whose weighted sum is the
     reward. None or a non-finite number says that a sample could not be scored.
+    latents: the first argument is instead the clean latents of the samples, float32 [b, ...] as the model has them,
+    which needs no decoded media (`engine.decode: false`).
     groupwise: call it once per group, with all samples of one prompt, where a score depends on the others.
     kwargs: passed on to the function.
     Raises ConfigError if the dotted path leads nowhere, and for keywords that the function does not take or lacks.
@@ -60,6 +62,7 @@ class FunctionRewardScorer(LocalScorer):
         device: str = "cpu",
         component_weights: Mapping[str, float] | None = None,
         groupwise: bool = False,
+        latents: bool = False,
         **kwargs: Any,  # Any: the user's own keywords
     ) -> None:
         self._function = UserFunction(function, self.num_inputs, kwargs)
@@ -70,6 +73,7 @@ class FunctionRewardScorer(LocalScorer):
             component_weights=component_weights,
         )
         self.is_groupwise = groupwise
+        self.reads_media = not latents
 
     @property
     def source_file(self) -> str | None:
@@ -92,10 +96,18 @@ class FunctionRewardScorer(LocalScorer):
         return joined if self.component_weights else joined[self.name]
 
     def _scores(self, request: RewardRequest) -> Tensor | Mapping[str, Tensor]:
-        found = self._function(media_of(request), request.prompts, metadata_of(request))
+        seen = media_of(request) if self.reads_media else self._latents(request)
+        found = self._function(seen, request.prompts, metadata_of(request))
         if isinstance(found, Mapping):
             return {str(key): self._function.numbers(value) for key, value in found.items()}
         return self._function.numbers(found)
+
+    def _latents(self, request: RewardRequest) -> Tensor:
+        if request.latents is None:
+            raise ContractError(
+                f"scorer {self.name} scores latents, and this request has none: its samples were not denoised here"
+            )
+        return request.latents.float()
 
 
 class UserFunction:

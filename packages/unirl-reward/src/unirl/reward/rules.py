@@ -28,10 +28,24 @@ def scorers_have_what_they_read(own: Part, run: Run) -> Messages:
     if all(stage.engine.get("decode", True) for stage in run.stages):
         return
     for name, scorer in own.inside("scorers").items():
-        if scorer.ability("reads_media"):
+        if scorer.ability("reads_media") and not scorer.get("latents"):
             yield (
                 f"engine.decode: false leaves no pixels to score, which {own.at}.scorers.{name} ({scorer.name}) needs. "
-                "Set engine.decode: true, or take a scorer of latents (reads_media = False in its class)."
+                "Set engine.decode: true, or take a scorer of latents (reads_media = False in its class; "
+                "FunctionRewardScorer with latents: true)."
+            )
+
+
+def latents_are_there(own: Part, run: Run) -> Messages:
+    """A function of latents scores samples that were denoised."""
+    stage = run.stages[0] if run.scored_track is None else run.stage_of(run.scored_track)
+    if not stage.sampling.ability("samples_tokens"):
+        return
+    for name, scorer in own.inside("scorers").items():
+        if scorer.get("latents"):
+            yield (
+                f"{own.at}.scorers.{name}.latents: true reads latents, and {stage.engine.name} makes tokens. Set it to "
+                "false, or take another scorer."
             )
 
 
@@ -48,4 +62,4 @@ def sounds_are_sent(own: Part, run: Run) -> Messages:
             )
 
 
-RULES = (weights_name_scorers, scorers_have_what_they_read, sounds_are_sent)
+RULES = (weights_name_scorers, scorers_have_what_they_read, latents_are_there, sounds_are_sent)

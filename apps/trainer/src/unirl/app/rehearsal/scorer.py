@@ -22,7 +22,7 @@ class DrawnScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
-    reads_media: ClassVar[bool] = False  # episodes of small policies have none
+    reads_media = False  # episodes of small policies have none
 
     def __init__(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ class EpisodeReturnScorer(LocalScorer):
     key: another number of the episode, such as "calls" or "turns".
     """
 
-    reads_media: ClassVar[bool] = False
+    reads_media = False
     card = ScorerCard(
         name="episode_return",
         summary="what the environment of an episode gave",
