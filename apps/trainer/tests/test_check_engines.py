@@ -14,6 +14,7 @@ from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
 VLLM, SGLANG = "llm/qwen3_4b_dapo_grpo", "parts/engine=text_sglang"
+LINEAR = "llm/qwen3_5_9b_dapo_grpo"
 SHAPES, REPLICA = "worlds/shapes/flowgrpo", "worlds/shapes/replica"
 APART = ["runtime=ray", "num_devices=2", "+placement.train=0", "+placement.rollout=1"]
 REMOTE = [
@@ -242,6 +243,17 @@ def findings(name, *overrides):
             )
             for engine, name in (("text_vllm", "VLLMRolloutEngine"), ("text_sglang", "SGLangRolloutEngine"))
         ),
+        (
+            LINEAR,
+            ["device=cpu", "engine.dtype=fp32"],
+            "dtype = fp32, but on a CPU vLLM computes the linear attention of Qwen35VLBundle in bf16 alone.",
+        ),
+        (LINEAR, ["device=cpu"], "vLLM keeps no prefixes of linear attention. Set engine.engine_args.enable_prefix"),
+        (
+            LINEAR,
+            ["device=cpu", SGLANG],
+            "SGLangRolloutEngine does not serve Qwen35VLBundle on a CPU: SGLang 0.5.23 computes linear attention by",
+        ),
         (VLLM, [LORA_SYNC], "LoraWeightSync pushes LoRA adapters, but backend.lora is null"),
         (
             VLLM,
@@ -409,6 +421,22 @@ def test_images_of_the_data_that_no_model_would_read_are_refused_by_name(tmp_pat
     run = run_of(resolve(compose(name, [f"{key}={file}"])))
     found = list(machine_findings(run, Machine(num_cpus=8, num_gpus=0)))
     assert any(message.format(key=key, file=file) in each for each in found), found
+
+
+@pytest.mark.parametrize("engine", ["text_vllm", "text_sglang"])
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [({"model_type": "qwen3_5", "vision_config": {}}, True), ({"model_type": "qwen3_5_text"}, False), (None, True)],
+)
+def test_a_language_model_is_not_pushed_into_a_folder_with_its_vision_tower(tmp_path, engine, config, is_refused):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    model = "Qwen/Qwen3.5-9B" if config is None else tmp_path
+    words = [f"parts/engine={engine}", f"bundle.pretrained_model={model}"]
+    words += [f"{part}._target_=unirl.models.qwen3_5.{part}.Qwen35{part.title()}" for part in ("bundle", "pipeline")]
+    found = list(machine_findings(run_of(resolve(compose(LINEAR, words))), Machine(num_cpus=8, num_gpus=32)))
+    message = f"loads {model} with its vision tower, and what Qwen35Bundle trains has other names there. Set bundle"
+    assert any(message in each for each in found) is is_refused, found
 
 
 @pytest.mark.parametrize(("bundle", "is_refused"), [("sd3.controlnet.SD3ControlNetBundle", True), (EDITS, False)])

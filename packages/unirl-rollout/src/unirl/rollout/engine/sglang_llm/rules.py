@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unirl.rollout.engine.served_text.rules import model_is_served
+from unirl.rollout.engine.served_text.rules import (
+    has_linear_attention,
+    model_is_served,
+    weights_have_the_names_of_the_folder,
+)
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -112,5 +116,15 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
         )
 
 
-RULES = (adapters_are_served, a_running_server_is_taken_as_it_is, model_is_served)
-MACHINE_RULES = (heads_divide, pictures_are_seen)
+def linear_attention_has_kernels(own: Part, run: Run) -> Messages:
+    """SGLang 0.5.23 computes linear attention by kernels of Triton, which has no CPU backend."""
+    if run.device == "cpu" and own.get("url") is None and has_linear_attention(run):
+        yield (
+            f"{own.name} does not serve {run.policy.bundle.name} on a CPU: SGLang 0.5.23 computes linear attention by "
+            "Triton, which needs a GPU. Sample with the model that trains (parts/engine=text_trainside_cpu) or with "
+            "vLLM in bf16 (parts/engine=text_vllm_cpu)."
+        )
+
+
+RULES = (adapters_are_served, a_running_server_is_taken_as_it_is, linear_attention_has_kernels, model_is_served)
+MACHINE_RULES = (heads_divide, pictures_are_seen, weights_have_the_names_of_the_folder)

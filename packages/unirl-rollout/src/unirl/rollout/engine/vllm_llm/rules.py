@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from unirl.rollout.engine.served_text.rules import model_is_served
+from unirl.rollout.engine.served_text.rules import (
+    has_linear_attention,
+    model_is_served,
+    weights_have_the_names_of_the_folder,
+)
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.device_kinds import kind_of
 from unirl.types.recipe import Messages, Part, Run
@@ -24,5 +28,22 @@ def adapters_have_kernels(own: Part, run: Run) -> Messages:
         yield adapters_in_float32(own.at, rank)
 
 
-RULES = (adapters_have_kernels, model_is_served)
-MACHINE_RULES = (heads_divide,)
+def linear_attention_has_kernels(own: Part, run: Run) -> Messages:
+    """On a CPU vLLM computes linear attention in bfloat16, and keeps no prefixes of prompts that are read at once."""
+    if run.device != "cpu" or not has_linear_attention(run):
+        return
+    if own.get("dtype") != "bf16":
+        yield (
+            f"{own.at}.dtype = {own.get('dtype')}, but on a CPU vLLM computes the linear attention of "
+            f"{run.policy.bundle.name} in bf16 alone. Set {own.at}.dtype: bf16, or sample with the model that trains "
+            "(parts/engine=text_trainside_cpu)."
+        )
+    if (own.get("engine_args") or {}).get("enable_prefix_caching") is not False:
+        yield (
+            f"{own.at} on a CPU reads prompts at once, with which vLLM keeps no prefixes of linear attention. Set "
+            f"{own.at}.engine_args.enable_prefix_caching: false."
+        )
+
+
+RULES = (adapters_have_kernels, linear_attention_has_kernels, model_is_served)
+MACHINE_RULES = (heads_divide, weights_have_the_names_of_the_folder)
