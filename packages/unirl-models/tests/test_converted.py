@@ -18,7 +18,7 @@ from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.stored import Box
 from unirl.types.errors import CheckpointError, ConfigError
 
-from .tiny_text import qwen3, qwen3_5, qwen3_moe, save_text_model, text_tokenizer
+from .tiny_text import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, save_text_model, text_tokenizer
 
 FILE = "model.safetensors"
 
@@ -53,7 +53,7 @@ def test_every_box_of_stacked_and_joined_tensors_is_that_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [qwen3, qwen3_moe, qwen3_5, lambda: qwen3(tie_word_embeddings=True)])
+@pytest.mark.parametrize("make", [qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, lambda: qwen3(tie_word_embeddings=True)])
 def test_every_weight_is_found_where_transformers_finds_it(make: Any, dtype: str, tmp_path: Path) -> None:
     save_text_model(make(), tmp_path)
     loaded = CausalLMBundle(str(tmp_path), dtype)

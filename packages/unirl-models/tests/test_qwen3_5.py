@@ -11,15 +11,16 @@ import transformers
 from safetensors import safe_open
 
 from unirl.models.ar import packed_inputs
+from unirl.models.kept_experts import EXPERTS
 from unirl.models.packing import Packing
-from unirl.models.qwen3_5.bundle import Qwen35Bundle, Qwen35VLBundle
-from unirl.models.qwen3_5.pipeline import Qwen35Pipeline, Qwen35VLPipeline
+from unirl.models.qwen3_5.bundle import Qwen35Bundle, Qwen35MoeBundle, Qwen35VLBundle
+from unirl.models.qwen3_5.pipeline import Qwen35MoePipeline, Qwen35Pipeline, Qwen35VLPipeline
 from unirl.types.errors import ConfigError
 from unirl.types.media import Texts
 from unirl.types.sampling import ARSamplingParams
 from unirl.types.segments import TextSegment
 
-from .tiny_text import qwen3_5, qwen_vl, save_text_model, save_vision_model
+from .tiny_text import qwen3_5, qwen3_5_moe, qwen_vl, save_text_model, save_vision_model
 
 PARAMS = ARSamplingParams(temperature=1.0, max_new_tokens=70, seed=3)
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -155,6 +156,20 @@ def test_a_merged_export_is_a_folder_of_the_same_kind(bundle_class: Any, release
             safe_open(tmp_path / "out" / "model.safetensors", "pt") as new,
         ):
             assert set(old.keys()) == set(new.keys())
+
+
+def test_kept_experts_are_weighed_as_the_model_weighs_its_own(tmp_path: Path) -> None:
+    bundle = Qwen35MoeBundle(str(save_text_model(qwen3_5_moe(), tmp_path)))
+    pipeline = Qwen35MoePipeline(bundle, replays_experts=True)
+    params = ARSamplingParams(temperature=1.0, max_new_tokens=8, seed=3)
+    conditions = pipeline.encode({"text": Texts(texts=["hi", "a longer one"])}, params)
+    with pipeline.evaluating():
+        segment = pipeline.generate(conditions, params, noise_keys=["a", "b"])
+    free = {name: value for name, value in conditions.items() if name != EXPERTS}
+    assert EXPERTS in conditions
+    kept, own = (pipeline.replay(each, segment, params).logp_N.detach() for each in (conditions, free))
+    torch.testing.assert_close(kept, own, rtol=0, atol=1e-6)
+    torch.testing.assert_close(kept, segment.log_probs, rtol=0, atol=4e-5)
 
 
 class Ranks:

@@ -73,6 +73,19 @@ def qwen3_5(**changes: Any) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_qwen3_5_values() | changes))
 
 
+def qwen3_5_moe(**changes: Any) -> Any:
+    """The same with six experts of width 24, of which a token goes to two, and one of the same width for all."""
+    values: dict[str, Any] = {
+        **_qwen3_5_values(),
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    }
+    del values["intermediate_size"]
+    return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**values | changes))
+
+
 def _qwen3_5_values() -> dict[str, Any]:
     """As `_qwen3_values`; half of a head is rotated, by positions of three axes."""
     return {

@@ -129,7 +129,7 @@ class Routing:
                 )
             experts = self._given[:, place * width : (place + 1) * width].long()
             weights = logits.softmax(-1, dtype=torch.float).gather(-1, experts)
-            if gate.norm_topk_prob:
+            if vars(gate).get("norm_topk_prob", True):  # gates without the choice make weights that sum to 1
                 weights = weights / weights.sum(-1, keepdim=True)
             weights = weights.to(logits.dtype)
         if self._routes is not None:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.causal_lm.recurrent import KEPT_WHOLE
+from unirl.models.causal_lm.routing import RoutedTokens
 from unirl.models.qwen_vl.bundle import QwenVLBundle
 
 _LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
@@ -30,6 +31,22 @@ class Qwen35Bundle(CausalLMBundle):
     def block_class_names(self) -> tuple[str, ...]:
         """The decoder layers."""
         return ("Qwen3_5DecoderLayer",)
+
+
+class Qwen35MoeBundle(RoutedTokens, Qwen35Bundle):
+    """The language model of Qwen3.5 with experts, of which each token goes to a few, and one more that all share."""
+
+    spreads_experts: ClassVar[bool] = True
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
+    recurrent_class_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeGatedDeltaNet",)
+    gate_class_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeTopKRouter",)
+    expert_class_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeExperts",)
+    expert_layers: ClassVar[tuple[str, ...]] = ("experts", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+
+    @property
+    def block_class_names(self) -> tuple[str, ...]:
+        """The decoder layers."""
+        return ("Qwen3_5MoeDecoderLayer",)
 
 
 class Qwen35VLBundle(QwenVLBundle):
