@@ -403,7 +403,7 @@ def test_gradients_are_those_of_finite_differences(pipeline, family):
     out = pipeline.replay(conditions, segment, PARAMS)
     out.logp_N.mean().backward()
     slope = sum(float((p.grad.double() * d.double()).sum()) for p, d in zip(parameters, directions, strict=True))
-    step, ends = 2e-3, []
+    step, ends = 5e-4 if family == "qwen3_5_moe" else 2e-3, []  # experts bend it more
     for sign in (1, -1):
         moved = copy.deepcopy(pipeline)
         for p, d in zip(moved.bundle.model.parameters(), directions, strict=True):
