@@ -1,4 +1,4 @@
-"""Mistakes of recipes whose scorers compare samples, each with its message before work starts."""
+"""Recipes whose scorers compare samples, and rewards that ignore the prompt: messages before work starts."""
 
 import re
 
@@ -7,6 +7,7 @@ import pytest
 from unirl.app.environment import register_resolvers
 from unirl.config.check import check_recipe
 from unirl.config.recipes import compose, resolve
+from unirl.trainer.reward_rules import ignored_prompt
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Machine
 
@@ -54,3 +55,27 @@ def test_mistakes_have_messages(recipe, changes, message):
 @pytest.mark.parametrize("changes", [{}, {**TWO, "batch_size": 4}])
 def test_what_fits_is_accepted(recipe, changes):
     check_recipe(changed(recipe, changes), machine=PLENTY)
+
+
+JPEG = "unirl.reward.local.images.compressibility.JPEGCompressibilityScorer"
+FRAMES = "unirl.reward.local.video.frames.FrameScorer"
+PICKSCORE = "unirl.reward.local.images.pickscore.PickScoreRewardScorer"
+
+
+@pytest.mark.parametrize(
+    ("scorers", "weights", "ignores"),
+    [
+        ({"jpeg": {"_target_": JPEG}}, None, "jpeg"),
+        ({"jpeg": {"_target_": JPEG}, "pick": {"_target_": PICKSCORE}}, None, None),
+        ({"jpeg": {"_target_": JPEG}, "pick": {"_target_": PICKSCORE}}, {"jpeg": 1.0, "pick": 0.0}, "jpeg"),
+        ({"video": {"_target_": FRAMES, "scorer": {"_target_": JPEG}}}, None, "video"),
+        ({"video": {"_target_": FRAMES, "scorer": {"_target_": PICKSCORE}}}, None, None),
+        ({"own": FUNCTION}, None, None),
+    ],
+)
+def test_a_reward_that_ignores_the_prompt_is_warned_about(recipe, scorers, weights, ignores):
+    reward = {"_target_": recipe["reward"]["_target_"], "scorers": scorers, "weights": weights}
+    run = check_recipe(changed(recipe, {"reward": reward, "eval": None, "save.best_metric": "reward"}), machine=PLENTY)
+    note = ignored_prompt(run)
+    assert (note is None) == (ignores is None)
+    assert ignores is None or f"no scorer with a weight reads the prompt ({ignores})" in str(note)

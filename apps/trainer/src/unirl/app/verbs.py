@@ -35,6 +35,7 @@ from unirl.config.placement import ENV
 from unirl.config.recipes import published, render
 from unirl.config.runs import ComposedRun, named_copy
 from unirl.config.schema import ENABLED
+from unirl.trainer.reward_rules import ignored_prompt
 from unirl.trainer.scaling import ask_for_sizes
 from unirl.types.errors import ConfigError
 from unirl.types.recipe import Fault
@@ -72,6 +73,8 @@ def check(command: Command) -> None:
         if refused:
             raise ConfigError("\n".join(f"{name}: {note}" if len(names) > 1 else note for note in refused))
         lines = [f"  not on this machine yet: {note}\n" for note in notes]
+        if (warning := ignored_prompt(run)) is not None:
+            lines.append(f"  warning: {warning}\n")
         if "memory" in command.options:
             lines += _memory(run)
         for module in unread_rules(run, unread) if unread is not None else ():

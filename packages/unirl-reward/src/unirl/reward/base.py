@@ -70,6 +70,8 @@ class LocalScorer(ABC):
     prompt_grammar: ClassVar[str | None] = None
     """Import path of the function that raises ValueError for a prompt that it cannot judge, so that `trainer check` can
     ask it of a data file; its module imports no heavy library. None judges any prompt."""
+    reads_prompt: ClassVar[bool] = True
+    """False if it judges what was generated whatever was asked for; a reward of such scorers alone is warned about."""
     is_groupwise: bool = False
     """True if a sample's score depends on the others of its group. A batch is then one or several whole groups, and a
     sample that fails takes its group with it."""

@@ -1,9 +1,10 @@
-"""Rules of scorers that compare the samples of a group, which therefore need whole ones."""
+"""Rules of scorers that compare the samples of a group, which therefore need whole ones; rewards without prompts."""
 
 from __future__ import annotations
 
 from unirl.config.placement import REWARD, SCORERS, groups_of_run, num_shards
 from unirl.config.runs import ComposedRun
+from unirl.tracking.console import scorer_weights
 from unirl.types.recipe import Messages, Part
 
 
@@ -55,6 +56,27 @@ def evaluations_have_scorers(run: ComposedRun) -> Messages:
         f"eval has one sample per prompt, and {', '.join(compared)} compare samples of a prompt. Add a scorer of "
         "single samples to reward.scorers, with the weight 0 if it shall only report, or set eval to null."
     )
+
+
+def ignored_prompt(run: ComposedRun) -> str | None:
+    """What to say of a reward whose scorers all judge samples whatever was asked for; None for others."""
+    weights = scorer_weights(run.resolved[REWARD])
+    weighed = [
+        (name, own)
+        for (name, weight), own in zip(weights.items(), run.reward.inside("scorers").values(), strict=True)
+        if weight
+    ]
+    if not weighed or any(_reads_prompt(own) for _, own in weighed):
+        return None
+    return (
+        f"no scorer with a weight reads the prompt ({', '.join(name for name, _ in weighed)}), so that nothing keeps "
+        "samples to it. Unless that is meant, add a scorer that does, or set algorithm.kl_coef."
+    )
+
+
+def _reads_prompt(own: Part) -> bool:
+    inner = [part for part in own.inner.values() if "reads_prompt" in part.abilities]
+    return bool(own.ability("reads_prompt")) or any(map(_reads_prompt, inner))
 
 
 RULES = (groups_have_samples_to_compare, workers_score_whole_groups, evaluations_have_scorers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,12 +39,14 @@ from unirl.trainer.policy import build_part, role_name
 from unirl.trainer.record import RunRecord
 from unirl.trainer.residency import DeviceResidents, Resident, Stay, residency_plan
 from unirl.trainer.resuming import Digests, Recipe, digests_of
-from unirl.trainer.reward_rules import groupwise_scorers
+from unirl.trainer.reward_rules import groupwise_scorers, ignored_prompt
 from unirl.trainer.roles import BackendRole, StackRole, SyncRole
 from unirl.trainer.scouting import Scouting
 from unirl.trainer.settings import TrainerSettings
 from unirl.types.recipe import Part
 from unirl.types.sampling import StagedSamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 def evaluation_of(run: ComposedRun) -> EvaluationConfig | None:
@@ -99,6 +102,8 @@ def make_trainer(
     if evaluator is not None and watching.parity_interval is not None:
         rows = evaluator.rows[: min(watching.parity_samples, evaluator.config.num_samples)]
         parity = Parity(rows, evaluator.params, evaluator.config.batch_size)
+    if (note := ignored_prompt(run)) is not None:
+        logger.warning("%s", note)
     plan = _residency_plan(run)
     if plan and file.schedule.kind != "hybrid":
         backends = [role_name(name, "backend", run.all_policies) for name in run.policies]

@@ -37,6 +37,7 @@ class AestheticScorer(LocalScorer):
 
     is_differentiable: ClassVar[bool] = True
     model_billions = 0.429
+    reads_prompt: ClassVar[bool] = False
     card = ScorerCard(
         name="aesthetic",
         summary="how people rate the looks of an image",

@@ -6,7 +6,7 @@ Source: DDPO (arXiv 2305.13301), section 4.1: the size of the image as JPEG of q
 from __future__ import annotations
 
 from io import BytesIO
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class JPEGIncompressibilityScorer(LocalScorer):
     normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
     """
 
+    reads_prompt: ClassVar[bool] = False
     card = ScorerCard(
         name="jpeg_incompressibility",
         summary="the size of the JPEG: detail",
@@ -71,6 +72,7 @@ class JPEGCompressibilityScorer(LocalScorer):
     normalise: divided by 500, as Flow-GRPO (arXiv 2505.05470) does.
     """
 
+    reads_prompt: ClassVar[bool] = False
     card = ScorerCard(
         name="jpeg_compressibility",
         summary="minus the size of the JPEG: smoothness",

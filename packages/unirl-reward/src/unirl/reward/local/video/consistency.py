@@ -108,6 +108,7 @@ class SubjectConsistencyScorer(FrameFeatureScorer):
     mode = "bilinear"
     mean, std = IMAGENET_MEAN, IMAGENET_STD
     model_billions = 0.086
+    reads_prompt: ClassVar[bool] = False
     card = ScorerCard(
         name="subject_consistency",
         summary="whether the frames of a video show the same subject",
@@ -159,6 +160,7 @@ class BackgroundConsistencyScorer(FrameFeatureScorer):
     mode = "bicubic"
     mean, std = CLIP_MEAN, CLIP_STD
     model_billions = 0.151
+    reads_prompt: ClassVar[bool] = False
     card = ScorerCard(
         name="background_consistency",
         summary="whether the frames of a video show the same scene",

@@ -37,6 +37,7 @@ class FrameScorer(LocalScorer):
     """
 
     is_differentiable: ClassVar[bool] = True
+    reads_prompt: ClassVar[bool] = False  # but its scorer of images may
     card = ScorerCard(
         name="video",
         summary="an image scorer on frames of a video, and how little neighbouring frames differ",
