@@ -235,13 +235,10 @@ def findings(name, *overrides):
             ["+placement.train=0-15", "+placement.rollout=16-31"],
             "residency.sleep_engine: true frees memory that no other group needs: placement.rollout = ",
         ),
-        *(
-            (
-                "vlm/qwen3_omni_thinker_gspo",
-                [f"parts/engine={engine}", "parts/layout=colocated"],
-                f"{name} does not serve Qwen3OmniThinkerBundle: it loads the whole Qwen3-Omni, which a push of the",
-            )
-            for engine, name in (("text_vllm", "VLLMRolloutEngine"), ("text_sglang", "SGLangRolloutEngine"))
+        (
+            "vlm/qwen3_omni_thinker_gspo",
+            ["parts/engine=text_sglang", "parts/layout=colocated"],
+            "SGLangRolloutEngine does not serve Qwen3OmniThinkerBundle: it is given no sounds, and its Qwen3-Omni has",
         ),
         (
             LINEAR,
@@ -449,6 +446,15 @@ def test_an_engine_takes_the_images_of_the_models_that_it_names(tmp_path, bundle
     found = list(machine_findings(run_of(resolve(compose("worlds/shapes/vllm_omni", words))), MACHINE))
     said = f"data.path = {file}: 1 rows (a) bring images, but engine VLLMOmniEngine has none of them reach the model"
     assert any(said in each for each in found) is is_refused, found
+
+
+def test_vllm_is_given_a_whole_qwen3_omni(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_omni_moe_thinker"}')
+    register_resolvers()
+    words = ["parts/engine=text_vllm", "parts/layout=colocated", f"engine.model={tmp_path}"]
+    found = list(machine_findings(run_of(resolve(compose("vlm/qwen3_omni_thinker_gspo", words))), MACHINE))
+    message = f"engine.model = {tmp_path} is the Thinker of a Qwen3-Omni alone, vLLM loads a whole Qwen3-Omni"
+    assert any(message in each for each in found), found
 
 
 def test_rows_without_the_image_that_a_model_begins_with_are_refused_by_name(tmp_path):

@@ -179,6 +179,12 @@ def test_a_short_sound_is_the_same_alone_and_beside_others(pipeline):
     assert float((together[0] - together[1]).abs().max()) > 1e-4
 
 
+def test_the_end_of_a_sound_that_fills_no_frame_is_not_heard(pipeline):
+    longer = [torch.cat([own, torch.rand(150) - 0.5]) if len(own) else own for own in SOUNDS]
+    hears = [pipeline.encode(inputs(sounds=sounds), PARAMS)["sounds"] for sounds in (SOUNDS, longer)]
+    assert torch.equal(hears[0].frames, hears[1].frames) and hears[0].lengths.tolist() == [100, 125, 0, 160]
+
+
 def test_equal_prompts_with_other_sounds_are_not_mistaken_for_each_other(pipeline):
     given = inputs(["what?"] * 3, [SOUNDS[0], SOUNDS[0].clone(), SOUNDS[0].flip(0)], [[], [], []])
     keys = pipeline.adapter.prompt_keys(pipeline.encode(given, PARAMS))

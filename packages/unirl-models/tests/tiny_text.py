@@ -276,6 +276,26 @@ def save_omni_model(model: Any, folder: Path, *, chat_template: str | None = VIS
     return folder
 
 
+def save_whole_omni(thinker: Any, folder: Path) -> Path:
+    """A folder of a whole Qwen3-Omni that does not speak, as it is released: tokens of media have names."""
+    config = transformers.Qwen3OmniMoeConfig(thinker_config=thinker.config.to_dict(), enable_audio_output=False)
+    # Released configurations have these, the classes do not.
+    own: Any = config.thinker_config
+    own.text_config.tie_word_embeddings = False
+    own.vision_config.image_size = 128  # of the 8 x 8 positions
+    own.vision_config.apply_vit_abs_pos_embed = True
+    whole = transformers.Qwen3OmniMoeForConditionalGeneration(config)
+    whole.thinker.load_state_dict(thinker.state_dict())
+    save_omni_model(thinker, folder)
+    whole.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    names = {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")}
+    for kind in ("vision", "audio"):
+        names |= {f"{kind}_bos_token": f"<|{kind}_start|>", f"{kind}_eos_token": f"<|{kind}_end|>"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names, "extra_special_tokens": names}))
+    return folder
+
+
 def save_vision_model(model: Any, folder: Path, *, chat_template: str | None = VISION_TEMPLATE) -> Path:
     """As `save_text_model`, with the image processor."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -18,13 +18,14 @@ from unirl.rollout.engine.child.messages import Failed, ReceiveWeights, Start
 from unirl.rollout.engine.child.process import EngineProcess, interpreter
 from unirl.rollout.engine.push import check_version
 from unirl.rollout.engine.served_images import picture, shown_pictures
-from unirl.rollout.engine.served_text.call import Generations, Limits, check_fits, generation, text_segment
+from unirl.rollout.engine.served_sounds import heard_sounds, waveform
+from unirl.rollout.engine.served_text.call import Generations, Limits, check_fits, generation, part_of, text_segment
 from unirl.rollout.engine.vllm_llm.engine import VLLMRolloutEngine
 from unirl.rollout.engine.vllm_llm.host import prompts_of
 from unirl.rollout.engine.vllm_llm.messages import CODEC, Ready
 from unirl.types.conditions import PromptCondition
 from unirl.types.errors import ConfigError, ContractError, WeightSyncError, WorkerError
-from unirl.types.media import ImageLists, Images, Texts
+from unirl.types.media import Audios, ImageLists, Images, Texts
 from unirl.types.rollout import RolloutReq, RolloutTrack
 from unirl.types.sampling import ARSamplingParams, DiffusionSamplingParams
 from unirl.types.segments import SegmentStatus, TextSegment
@@ -131,6 +132,31 @@ def test_pictures_travel_once_in_eight_bits_with_one_placeholder_each():
         picture("file:///etc/passwd")
 
 
+def test_sounds_travel_once_in_float32_and_are_heard_in_whole_frames():
+    first, second = torch.randn(10), torch.randn(7)
+    req = request(["a", "b", "c", "d"])
+    sounds = Audios.pack(waveform=[first, torch.zeros(0), second, first.clone()], sample_rate=16000)
+    req.primitives["audio"] = sounds
+    made = generation(req, conditions([1, 8, 8, 8, 2], [4], [8, 8, 5], [8]), (), 0, placeholder=9, sound_placeholder=8)
+    assert CODEC.decode(CODEC.encode(made)) == made
+    assert made.heard == [[0], [], [1], [0]] and made.sound_rate == 16000 and not made.pictures
+    assert torch.equal(waveform(made.sounds[1]), second)
+    prompts = prompts_of(made, hop=4)
+    assert [each["prompt_token_ids"] for each in prompts] == [[1, 8, 2], [4], [8, 5], [8]]
+    ((heard, rate),) = prompts[0]["multi_modal_data"]["audio"]
+    assert rate == 16000 and heard.tolist() == first[:8].tolist()
+    assert "multi_modal_data" not in prompts[1] and "image" not in prompts[0]["multi_modal_data"]
+    part = part_of(made, range(2, 3), 5)
+    assert part.heard == [[0]] and part.sounds == [made.sounds[1]]
+    assert prompts_of(part)[0]["multi_modal_data"]["audio"][0][0].tolist() == second.tolist()
+    with pytest.raises(ConfigError, match="names no audio_token_id in its config.json: it hears none"):
+        generation(req, conditions([1], [1], [1], [1]), (), 0, placeholder=9)
+    with pytest.raises(ConfigError, match="must hold Audios of mono waveforms at a sample rate, got Texts"):
+        heard_sounds(Texts(texts=["x"]))
+    with pytest.raises(ContractError, match="a sound must be float32 samples in base64"):
+        waveform("#")
+
+
 def test_a_prompt_that_does_not_fit_names_its_tokens_and_the_fix():
     check_fits([[1] * 4], 4, LIMITS)
     with pytest.raises(ConfigError, match=r"prompt 0 has 5 tokens .*max_new_tokens = 4: 9 in all.* context of 8"):
@@ -207,6 +233,9 @@ def test_a_checkpoint_names_what_a_push_must_bring_and_a_tied_head_is_none(tmp_p
     assert [(spec.name, spec.shape, spec.dtype) for spec in full_specs(shapes, "torch.bfloat16")] == [
         ("model.a.weight", (2, 3), "torch.bfloat16")
     ]
+    save_file({"thinker.lm_head.weight": torch.zeros(4, 2), "talker.a": torch.zeros(1)}, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_omni_moe"}')
+    assert checkpoint_shapes(tmp_path) == {"lm_head.weight": (4, 2)}
     (tmp_path / "m.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no safetensors files"):
         checkpoint_shapes(tmp_path)

@@ -128,7 +128,8 @@ class Qwen3OmniAdapter(QwenVLAdapter):
         known: dict[bytes, Tensor] = {}
         found = []
         for waveform in sounds.unpack("waveform"):
-            numbers = waveform.float().cpu().numpy()
+            # Whole frames alone: the library leaves out the last one, of whose samples its neighbours see a part.
+            numbers = waveform[: len(waveform) // extractor.hop_length * extractor.hop_length].float().cpu().numpy()
             key = numbers.tobytes()
             if key not in known:
                 known[key] = self._mel(numbers) if len(numbers) else torch.zeros(0, extractor.feature_size)

@@ -75,7 +75,13 @@ def _part_names(names: Collection[str], parts: Mapping[str, str]) -> dict[str, s
     }
 
 
+_THINKER = "thinker."
+"""Begins the names of the part of a whole Qwen3-Omni that writes; the other parts speak."""
+
+
 def _own_names(names: Collection[str]) -> dict[str, str]:
+    if any(name.startswith(_THINKER) for name in names):
+        return {name.removeprefix(_THINKER): name for name in names if name.startswith(_THINKER)}
     is_old_vision = any(name.startswith("visual.") for name in names)
     return {present_name(name) if is_old_vision else name: name for name in names}
 

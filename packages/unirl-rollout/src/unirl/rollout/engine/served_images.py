@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from PIL import Image
@@ -54,10 +54,10 @@ def picture(uri: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(uri.removeprefix(_HEAD), validate=True))).convert("RGB")
 
 
-def one_placeholder_each(prompt: Sequence[int], placeholder: int) -> list[int]:
-    """The prompt with every run of placeholders, which stands for one image, reduced to one placeholder."""
+def one_placeholder_each(prompt: Sequence[int], placeholders: Collection[int]) -> list[int]:
+    """The prompt with every run of a placeholder, which stands for one image or sound, reduced to one placeholder."""
     return [
         token
         for place, token in enumerate(prompt)
-        if token != placeholder or place == 0 or prompt[place - 1] != placeholder
+        if token not in placeholders or place == 0 or prompt[place - 1] != token
     ]

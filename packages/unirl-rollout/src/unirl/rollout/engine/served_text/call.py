@@ -12,6 +12,7 @@ import torch
 from unirl.rollout.checks import step_noise_keys
 from unirl.rollout.engine.begun_texts import BegunTexts
 from unirl.rollout.engine.served_images import one_placeholder_each, shown_pictures
+from unirl.rollout.engine.served_sounds import heard_sounds
 from unirl.rollout.engine.versions import mark_versions
 from unirl.rollout.text_checks import text_params, verify_finished
 from unirl.sde.noise import noise_seed
@@ -60,6 +61,14 @@ class Generate:
     """Indices of the images of each prompt, in order; empty if no prompt has images."""
     placeholder: int | None = None
     """Token id that stands for a patch of an image."""
+    sounds: list[str] = field(default_factory=list)
+    """Waveforms as `served_sounds` writes them, without duplicates."""
+    heard: list[list[int]] = field(default_factory=list)
+    """Indices of the sounds of each prompt, in order; empty if no prompt has sounds."""
+    sound_rate: int = 0
+    """Samples per second of the sounds."""
+    sound_placeholder: int | None = None
+    """Token id that stands for a position of a sound."""
     num_begun: list[int] = field(default_factory=list)
     """Tokens of each completion that its prompt ends with; empty if none has any."""
     names: list[str] = field(default_factory=list)
@@ -71,12 +80,15 @@ class Generate:
         return self.max_new_tokens - (self.num_begun[row] if self.num_begun else 0)
 
     def short_prompts(self) -> list[list[int]]:
-        """The prompts with a single placeholder for each image, which engines repeat once per patch."""
-        if self.placeholder is None or not self.pictures:
+        """The prompts with a single placeholder for each image and sound, which engines repeat as often as the media
+        take tokens."""
+        own = ((self.placeholder, self.pictures), (self.sound_placeholder, self.sounds))
+        placeholders = [token for token, media in own if token is not None and media]
+        if not placeholders:
             return self.prompts
         ends = [len(prompt) - self.max_new_tokens + self.budget(row) for row, prompt in enumerate(self.prompts)]
         return [
-            one_placeholder_each(prompt[:end], self.placeholder) + prompt[end:]
+            one_placeholder_each(prompt[:end], placeholders) + prompt[end:]
             for prompt, end in zip(self.prompts, ends, strict=True)
         ]
 
@@ -114,16 +126,18 @@ def generation(
     number: int,
     *,
     placeholder: int | None = None,
+    sound_placeholder: int | None = None,
     begun: BegunTexts | None = None,
     keeps_cache: bool = False,
 ) -> Generate:
     """The call for a request whose prompts are `conditions`.
 
-    placeholder: token id that stands for an image patch; None if the model only reads text. begun: of the request;
+    placeholder, sound_placeholder: token ids that stand for an image patch and for a position of a sound; None if the
+    model reads no such media. begun: of the request;
     None: there is nothing that wrote a placeholder. keeps_cache: the engine keeps keys and values of what ends early.
     A sample's seed depends only on its id, the rollout and params.seed, so it draws the same tokens in any batch. Where
     it was begun, it also depends on the tokens that it has, so that no draw comes twice.
-    Raises ConfigError if the request has images and the model does not read them.
+    Raises ConfigError if the request has images or sounds and the model does not read them.
     """
     params = text_params(req)
     begun = BegunTexts.of(req, ()) if begun is None else begun
@@ -132,6 +146,12 @@ def generation(
         raise ConfigError(
             "the request has images, but the engine's model names no image_token_id in its config.json: it reads text "
             "alone. Choose a vision-language model, or prompts without images."
+        )
+    sounds, heard, rate = heard_sounds(req.primitives.get("audio"))
+    if sounds and sound_placeholder is None:
+        raise ConfigError(
+            "the request has sounds, but the engine's model names no audio_token_id in its config.json: it hears none. "
+            "Choose a model that does (Qwen3-Omni), or prompts without sounds."
         )
     all_names = step_noise_keys(req)
     names = [all_names[row] for row in begun.rows]
@@ -150,6 +170,10 @@ def generation(
         pictures=pictures,
         shown=[shown[row] for row in begun.rows] if pictures else [],
         placeholder=placeholder,
+        sounds=sounds,
+        heard=[heard[row] for row in begun.rows] if sounds else [],
+        sound_rate=rate,
+        sound_placeholder=sound_placeholder,
         num_begun=begun.lengths if any(begun.lengths) else [],
         names=names if keeps_cache else [],
     )
@@ -163,7 +187,9 @@ class Limits:
     """Most tokens of a prompt and its completion."""
     vocab_size: int
     image_token: int | None = None
-    """Token id that stands for an image patch; None if the model only reads text."""
+    """Token id that stands for an image patch; None if the model sees none."""
+    audio_token: int | None = None
+    """Token id that stands for a position of a sound; None if the model hears none."""
 
 
 def check_fits(prompts: list[list[int]], max_new_tokens: int, limits: Limits, num_begun: Sequence[int] = ()) -> None:
@@ -206,18 +232,28 @@ def parts(group_ids: Sequence[str], num_instances: int) -> list[range]:
 
 def part_of(call: Generate, rows: range, number: int) -> Generate:
     """Some rows of a call as a new call with this number."""
-    shown = call.shown[rows.start : rows.stop]
-    places = sorted({place for each in shown for place in each})
+    pictures, shown = _used(call.pictures, call.shown[rows.start : rows.stop])
+    sounds, heard = _used(call.sounds, call.heard[rows.start : rows.stop])
     return replace(
         call,
         number=number,
         prompts=call.prompts[rows.start : rows.stop],
         seeds=call.seeds[rows.start : rows.stop],
-        pictures=[call.pictures[place] for place in places],
-        shown=[[places.index(place) for place in each] for each in shown] if places else [],
+        pictures=pictures,
+        shown=shown,
+        sounds=sounds,
+        heard=heard,
         num_begun=call.num_begun[rows.start : rows.stop],
         names=call.names[rows.start : rows.stop],
     )
+
+
+def _used(media: Sequence[str], by_prompt: Sequence[Sequence[int]]) -> tuple[list[str], list[list[int]]]:
+    """The media that some prompts have, and their indices among these; both empty if there are none."""
+    places = sorted({place for each in by_prompt for place in each})
+    if not places:
+        return [], []
+    return [media[place] for place in places], [[places.index(place) for place in each] for each in by_prompt]
 
 
 def joined(answers: Sequence[Generations]) -> Generations:

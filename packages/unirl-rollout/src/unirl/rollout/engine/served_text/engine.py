@@ -83,7 +83,14 @@ class ServedTextEngine(ChildEngine):
         in_place: list[int] = []
         if own.rows:
             call = generation(
-                req, conditions, stops, 0, placeholder=limits.image_token, begun=own, keeps_cache=self._keeps_cache
+                req,
+                conditions,
+                stops,
+                0,
+                placeholder=limits.image_token,
+                sound_placeholder=limits.audio_token,
+                begun=own,
+                keeps_cache=self._keeps_cache,
             )
             check_fits(call.prompts, call.max_new_tokens, limits, call.num_begun)
             self.ready()

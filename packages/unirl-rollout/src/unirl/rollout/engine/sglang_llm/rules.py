@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unirl.rollout.engine.served_text.rules import (
-    has_linear_attention,
-    model_is_served,
-    weights_have_the_names_of_the_folder,
-)
+from unirl.rollout.engine.served_text.rules import has_linear_attention, weights_have_the_names_of_the_folder
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.recipe import Machine, Messages, Part, Run
 
@@ -90,6 +86,17 @@ def a_running_server_is_taken_as_it_is(own: Part, run: Run) -> Messages:
     if url is not None:
         yield from running_server(
             own.at, url, {name: own.get(name) for name in (*STARTS, "num_instances", "transfer_dir")}
+        )
+
+
+def model_is_served(own: Part, run: Run) -> Messages:
+    """SGLang is given no sounds, and loads a whole Qwen3-Omni under other names than a push of its Thinker has."""
+    bundle = run.policy.bundle
+    if "Qwen3OmniThinkerBundle" in bundle.class_names:
+        yield (
+            f"{own.name} does not serve {bundle.name}: it is given no sounds, and its Qwen3-Omni has other names than "
+            "the Thinker that is pushed. Sample with vLLM (parts/engine=text_vllm), the model that trains "
+            "(text_trainside) or a copy of it (text_replica)."
         )
 
 

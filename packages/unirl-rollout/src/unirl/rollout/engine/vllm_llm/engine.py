@@ -35,7 +35,8 @@ class VLLMRolloutEngine(ServedTextEngine):
     """Samples completions with vLLM. Implements RolloutEngine of unirl.types.protocols.engines; see ChildEngine and
     ServedTextEngine.
 
-    Prompt images are sent with the request in 8 bits, and vLLM must get the same tokens from them as the pipeline.
+    Prompt images are sent with the request in 8 bits, sounds in float32, and vLLM must get the same tokens from them as
+    the pipeline.
 
     pipeline: encodes prompts and decodes tokens; vLLM only sees tokens.
     context_length: most tokens of a prompt and its completion; None takes the model's.
@@ -47,6 +48,7 @@ class VLLMRolloutEngine(ServedTextEngine):
     """
 
     recipe_rules: ClassVar[str] = "unirl.rollout.engine.vllm_llm.rules"
+    takes_audio: ClassVar[bool] = True
     renamed_keywords: ClassVar[Renamed] = {"tensor_parallel_size": "num_devices"}
     codec: ClassVar[MessageCodec] = CODEC
     module: ClassVar[str] = "unirl.rollout.engine.vllm_llm.server"
@@ -97,7 +99,7 @@ class VLLMRolloutEngine(ServedTextEngine):
 
     def _limits(self) -> Limits:
         ready = self.ready()
-        return Limits(ready.context_length, ready.vocab_size, ready.image_token)
+        return Limits(ready.context_length, ready.vocab_size, ready.image_token, ready.audio_token)
 
     def _dtype_name(self) -> str:
         return self.ready().dtype

@@ -18,6 +18,7 @@ from unirl.rollout.engine.child.server import Steps
 from unirl.rollout.engine.child.weights_host import WeightsHost
 from unirl.rollout.engine.push import CompletePush, PushReceiver, refuse
 from unirl.rollout.engine.served_images import picture
+from unirl.rollout.engine.served_sounds import waveform
 from unirl.rollout.engine.served_text.call import Generate, Generations
 from unirl.rollout.engine.vllm_llm.kept_samples import KeptSamples, Row, Sample
 from unirl.rollout.engine.vllm_llm.messages import Ready
@@ -39,7 +40,11 @@ class EngineHost(WeightsHost):
         self._vllm: Any = VLLM.require()  # Any: an optional module
         folder = _model_folder(start.model)
         self._shapes = checkpoint_shapes(folder)
-        self._image_token = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+        config = _read(folder / "config.json")
+        media: dict[str, Any] = config.get("thinker_config", config)  # Any: JSON
+        self._image_token, self._audio_token = media.get("image_token_id"), media.get("audio_token_id")
+        self._hop = _read(folder / "preprocessor_config.json").get("hop_length", 1) if self._audio_token else 1
+        """Samples of a sound per frame."""
         self._aborts = aborts
         self._calls: list[int] = []
         """Numbers of the running calls, oldest first."""
@@ -82,6 +87,7 @@ class EngineHost(WeightsHost):
             max_running=self._engine.vllm_config.scheduler_config.max_num_seqs,
             num_tensors=len(self._shapes),
             image_token=self._image_token,
+            audio_token=self._audio_token,
         )
 
     def answer(self, message: Message) -> Message | Steps:
@@ -106,7 +112,7 @@ class EngineHost(WeightsHost):
             self._kept.take(call, row) or Row(f"{call.number}-{row}", Sample(prompt))
             for row, prompt in enumerate(call.prompts)
         ]
-        prompts = prompts_of(call)
+        prompts = prompts_of(call, self._hop)
         self._calls.append(call.number)
         keeps = False
         try:
@@ -118,7 +124,7 @@ class EngineHost(WeightsHost):
                 if self._calls[0] == call.number:
                     self._step()
                 yield
-            keeps = self._keeps_cache and bool(call.names) and not call.pictures
+            keeps = self._keeps_cache and bool(call.names) and not (call.pictures or call.sounds)
         finally:
             self._calls.remove(call.number)
             self._end(call, rows, keeps=keeps)
@@ -259,18 +265,29 @@ class EngineHost(WeightsHost):
         self._engine.wake_up()
 
 
-def prompts_of(call: Generate) -> list[dict[str, Any]]:  # Any: tokens and images
-    """The prompts in vLLM's form; vLLM repeats the single placeholder of an image once per patch."""
-    if call.placeholder is None or not call.pictures:
-        return [{"prompt_token_ids": prompt} for prompt in call.prompts]
+def prompts_of(call: Generate, hop: int = 1) -> list[dict[str, Any]]:  # Any: tokens and media
+    """The prompts in vLLM's form; vLLM repeats the single placeholder of an image once per patch, and that of a sound.
+
+    hop: samples per frame of a sound, of which only whole frames are heard: vLLM would fill up the last one.
+    """
     pictures = [picture(uri) for uri in call.pictures]
+    sounds = [(sound[: len(sound) // hop * hop].numpy(), call.sound_rate) for sound in map(waveform, call.sounds)]
+    none: list[list[int]] = [[] for _ in call.prompts]
     return [
-        {
-            "prompt_token_ids": prompt,
-            **({"multi_modal_data": {"image": [pictures[place] for place in places]}} if places else {}),
-        }
-        for prompt, places in zip(call.short_prompts(), call.shown, strict=True)
+        {"prompt_token_ids": prompt, **({"multi_modal_data": media} if media else {})}
+        for prompt, shown, heard in zip(call.short_prompts(), call.shown or none, call.heard or none, strict=True)
+        for media in [_media(image=[pictures[place] for place in shown], audio=[sounds[place] for place in heard])]
     ]
+
+
+def _media(**by_kind: list[Any]) -> dict[str, list[Any]]:  # Any: vLLM's items
+    return {kind: items for kind, items in by_kind.items() if items}
+
+
+def _read(path: Path) -> dict[str, Any]:  # Any: JSON
+    """A JSON file's values."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
 
 
 def _check_read(name: str, found: Sequence[int], prompt: Sequence[int]) -> None:

@@ -19,7 +19,9 @@ class Ready(EngineReady):
     num_tensors: int
     """Tensors of the model's checkpoint, all of which a full push must have."""
     image_token: int | None = None
-    """Token id that stands for an image patch; None if the model only reads text."""
+    """Token id that stands for an image patch; None if the model sees none."""
+    audio_token: int | None = None
+    """Token id that stands for a position of a sound; None if the model hears none."""
 
 
 CODEC = MessageCodec("vLLM", Ready, Generate, Generations)

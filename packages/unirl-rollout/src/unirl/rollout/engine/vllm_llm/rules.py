@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from unirl.rollout.engine.served_text.rules import (
-    has_linear_attention,
-    model_is_served,
-    weights_have_the_names_of_the_folder,
-)
+import json
+from pathlib import Path
+
+from unirl.rollout.engine.served_text.rules import has_linear_attention, weights_have_the_names_of_the_folder
 from unirl.rollout.engine.tensor_parallel import heads_divide
 from unirl.types.device_kinds import kind_of
-from unirl.types.recipe import Messages, Part, Run
+from unirl.types.recipe import Machine, Messages, Part, Run
 
 
 def adapters_in_float32(at: str, rank: object) -> str:
@@ -45,5 +44,15 @@ def linear_attention_has_kernels(own: Part, run: Run) -> Messages:
         )
 
 
-RULES = (adapters_have_kernels, linear_attention_has_kernels, model_is_served)
-MACHINE_RULES = (heads_divide, weights_have_the_names_of_the_folder)
+def thinkers_are_whole(own: Part, run: Run, machine: Machine) -> Messages:
+    """vLLM loads a whole Qwen3-Omni, of which it takes the Thinker."""
+    path = Path(str(own.node.get("model"))) / "config.json"
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("model_type") == "qwen3_omni_moe_thinker":
+        yield (
+            f"{own.at}.model = {path.parent} is the Thinker of a Qwen3-Omni alone, vLLM loads a whole Qwen3-Omni. Name "
+            "the folder of the whole model there; its weights are replaced by the first push."
+        )
+
+
+RULES = (adapters_have_kernels, linear_attention_has_kernels)
+MACHINE_RULES = (heads_divide, weights_have_the_names_of_the_folder, thinkers_are_whole)

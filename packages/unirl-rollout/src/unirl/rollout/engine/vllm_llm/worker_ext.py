@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from unirl.types.bucket_files import MappedBuckets
 
@@ -18,6 +19,7 @@ class WeightSyncExtension:
 
     model_runner: Any  # Any: vLLM's; the worker that this is mixed into has it
     reload_weights: Any  # Any: as model_runner
+    device: torch.device
 
     def unirl_reload(self, paths: list[str]) -> tuple[int, list[str]]:
         """Load the tensors of these files into the model by vLLM's layerwise reload.
@@ -41,6 +43,8 @@ class WeightSyncExtension:
         finally:
             del model.load_weights
             _MAPPED.forget_removed()
+        if self.device.type == "cpu":
+            _pack_experts(model)
         return len(bound & names), sorted(names - bound)
 
     def unirl_adapter(self, adapter_id: int) -> tuple[int, list[str]]:
@@ -55,6 +59,15 @@ class WeightSyncExtension:
             for weights in acting.values()
         )
         return num_acting, sorted(set(loras) - set(acting))
+
+
+def _pack_experts(model: nn.Module) -> None:
+    """Lay out the experts as vLLM's kernel for a CPU reads them. vLLM 0.32 does that once, when it starts, and leaves
+    those of a reload as they are in the checkpoint."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _tensors(paths: list[str]) -> Iterator[tuple[str, Tensor]]:
