@@ -316,7 +316,8 @@ EXPERTS = [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.m
 def test_experts_in_float64_are_those_of_one_process(name: str, runs: Runs) -> None:
     one = text_doubles_of(name, runs.folders)
     for rank in runs.of("ep2"):
-        assert_close(rank["float64"][name], one, 1e-10)
+        # Linear attention computes in float32, whatever it is given.
+        assert_close(rank["float64"][name], one, 1e-6 if name == "qwen3_5_moe" else 1e-10)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -30,6 +30,8 @@ from unirl.models.hunyuan_image3.bundle import HunyuanImage3Bundle
 from unirl.models.hunyuan_image3.pipeline import HunyuanImage3Pipeline, HunyuanImage3TextPipeline
 from unirl.models.qwen3.bundle import Qwen3Bundle, Qwen3MoeBundle
 from unirl.models.qwen3.pipeline import Qwen3MoePipeline, Qwen3Pipeline
+from unirl.models.qwen3_5.bundle import Qwen35MoeBundle
+from unirl.models.qwen3_5.pipeline import Qwen35MoePipeline
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
 from unirl.models.qwen3_omni.pipeline import Qwen3OmniThinkerPipeline
 from unirl.models.qwen_vl.bundle import QwenVLBundle
@@ -107,6 +109,16 @@ TEXTS = {
         Qwen3MoeBundle,
         partial(Qwen3MoePipeline, replays_experts=True),
         ("ep", "sp"),
+    ),
+    "qwen3_5_moe": TextFamily(
+        lambda folder: tiny_text.save_text_model(
+            tiny_text.qwen3_5_moe(
+                num_experts=NUM_EXPERTS, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
+            ),
+            folder,
+        ),
+        Qwen35MoeBundle,
+        partial(Qwen35MoePipeline, replays_experts=True),
     ),
     "qwen3_omni": TextFamily(
         lambda folder: tiny_text.save_omni_model(tiny_text.qwen3_omni(num_experts=NUM_EXPERTS), folder),

@@ -60,6 +60,7 @@ def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> N
         ("Qwen/Qwen3.5-4B", transformers.AutoModelForImageTextToText, 4.54),
         ("Qwen/Qwen3.5-9B", transformers.AutoModelForImageTextToText, 9.41),
         ("Qwen/Qwen3.5-9B", transformers.AutoModelForCausalLM, 8.95),
+        ("Qwen/Qwen3.5-35B-A3B", transformers.AutoModelForImageTextToText, 35.1),
         ("Qwen/Qwen3.5-27B", transformers.AutoModelForImageTextToText, 27.4),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", transformers.Qwen3OmniMoeThinkerForConditionalGeneration, 31.7),
         ("deepseek-community/Janus-Pro-1B", transformers.JanusForConditionalGeneration, 2.09),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unirl.models.releases.configurations import QWEN3_4B, QWEN3_30B_A3B, QWEN_25_7B, QWEN_25_VL_7B
@@ -93,6 +93,7 @@ _QWEN3_5: Mapping[str, LanguageModel] = {
         {"out_hidden_size": 5120},
     ),
 }
+_QWEN3_5_35B = _qwen3_5({}, {"out_hidden_size": 2048})
 _OMNI_THINKER: Settings = {
     "text_config": {
         **QWEN3_30B_A3B,
@@ -174,6 +175,10 @@ LANGUAGE_MODELS: Mapping[str, LanguageModel] = {
         sees=True,
     ),
     **_QWEN3_5,
+    # All widths are the defaults of Qwen3_5MoeTextConfig.
+    "Qwen/Qwen3.5-35B-A3B": replace(
+        _QWEN3_5_35B, config_class="Qwen3_5MoeConfig", model_class="Qwen3_5MoeForConditionalGeneration"
+    ),
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": LanguageModel(
         "Qwen3OmniMoeThinkerConfig",
         _OMNI_THINKER,

@@ -20,10 +20,17 @@ def weights_have_the_names_of_the_folder(own: Part, run: Run, machine: Machine) 
     bundle = run.policy.bundle
     model = str(bundle.node.get("pretrained_model"))
     if "Qwen35Bundle" in bundle.class_names and (model.startswith(_RELEASED_WITH_VISION) or _sees(model)):
-        yield (
-            f"{own.name} loads {model} with its vision tower, and what {bundle.name} trains has other names there. Set "
-            f"{bundle.at}._target_: unirl.models.qwen3_5.bundle.Qwen35VLBundle and its pipeline "
+        advice = (
+            f"Set {bundle.at}._target_: unirl.models.qwen3_5.bundle.Qwen35VLBundle and its pipeline "
             "unirl.models.qwen3_5.pipeline.Qwen35VLPipeline, which keep the tower."
+        )
+        if "Qwen35MoeBundle" in bundle.class_names:
+            advice = (
+                "Sample with the model that trains (parts/engine=text_trainside), or give the language model alone."
+            )
+        yield (
+            f"{own.name} loads {model} with its vision tower, and what {bundle.name} trains has other names there. "
+            f"{advice}"
         )
 
 
