@@ -54,6 +54,15 @@ SCRIPTS = {
         {"unirl.worlds.shapes.pretrain.DRAWINGS_PER_LAYOUT": 1, "unirl.worlds.shapes.pretrain.CAPTIONED_LAYOUTS": 2},
         SHAPES / "checkpoint_flux2",
     ),
+    "codes": Script(
+        "unirl.worlds.shapes.codes.pretrain",
+        {"codes": 4, "drawing": 2},
+        {
+            "unirl.worlds.shapes.codes.pretrain.DRAWINGS_PER_LAYOUT": 1,
+            "unirl.worlds.shapes.codes.pretrain.CAPTIONED_LAYOUTS": 2,
+        },
+        SHAPES / "codes" / "checkpoint",
+    ),
     "edits": Script(
         "unirl.worlds.shapes.edits.pretrain",
         {"encoder": 2, "autoencoder": 4, "transformer": 2},

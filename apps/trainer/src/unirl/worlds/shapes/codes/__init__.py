@@ -1,0 +1,1 @@
+"""Images of shapes that a small Janus draws code by code."""
