@@ -17,6 +17,7 @@ RELEASED = {
     "Tongyi-MAI/Z-Image": (50, 4.0),
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": (40, 5.0),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (50, 5.0),
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": (50, 5.0),
     "Wan-AI/Wan2.2-Animate-14B-Diffusers": (20, 1.0),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": (40, 3.5),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (40, 4.0),
