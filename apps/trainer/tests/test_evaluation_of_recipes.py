@@ -40,7 +40,7 @@ RELEASED = {
     "tencent/HunyuanImage-3.0-Instruct": (50, 5.0),
     "zai-org/CogVideoX-2b": (50, 6.0),
 }
-TRAINED_FOR_STEPS = ("sd3/dmd2", "sd3/dmd2_reward")
+TRAINED_FOR_STEPS = ("sd3/dmd2", "sd3/dmd2_reward", "sd3/tdm_r1")
 """These learn to sample with the steps of training, without guidance."""
 DISTILLED = {
     "black-forest-labs/FLUX.1-Fill-dev": 30.0,
