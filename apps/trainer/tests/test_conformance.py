@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from unirl.app.command_line import parse
 from unirl.app.conformance import matrix
 from unirl.app.conformance.cases import ALGORITHMS, ENGINES, MODELS, REFERENCE_ALGORITHM, recipe_of
+from unirl.app.conformance.checks import same_distribution
 from unirl.app.conformance.command import table_of
 from unirl.app.conformance.matrix import measure, merged, problems, worse
 from unirl.app.conformance.page import page
@@ -49,6 +51,14 @@ def test_a_cell_that_got_worse_is_named_with_both_values(changes, said):
         said = "log-prob gap"
     (line,) = worse(table(**changes), table())
     assert said in line
+
+
+def test_rewards_of_another_distribution_are_found():
+    random = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 64, generator=random).tolist()
+    assert same_distribution(one, other) and same_distribution([0.0] * 64, [0.0] * 64)
+    assert not same_distribution(one, [reward + 1.2 for reward in other])
+    assert not same_distribution([0.0] * 64, [0.0] * 48 + [1.0] * 16)
 
 
 def test_what_is_equal_or_better_or_was_never_there_is_not_worse():

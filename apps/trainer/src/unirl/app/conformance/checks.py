@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.stats import ks_2samp, mannwhitneyu
 from torch import Tensor
 
+from unirl.config import instantiate
 from unirl.distributed.runtime import LocalRuntime
 from unirl.rollout.checks import diffusion_params, noise_recipe, starting_latents, step_noise_keys
 from unirl.trainer.base import Trainer
+from unirl.trainer.build.worker import LATENTS_OF_TRAINER, TEXTS_OF_TRAINER
 from unirl.types.copies import Copies
 from unirl.types.errors import ContractError
-from unirl.types.rollout import RolloutReq, RolloutTrack
+from unirl.types.recipe import TARGET
+from unirl.types.rollout import RolloutReq, RolloutResp, RolloutTrack
 from unirl.types.segments import LatentSegment, TextSegment
 
 Measured = bool | float
+_REQUESTS_OF_REWARDS = 8
+"""Of 2 prompts each: 64 images or 256 texts."""
+_LEVEL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,43 @@ def named_policy(run: Running) -> Measured | NotApplicable:
     with run.backend.using_policy(name), run.pipeline.evaluating():
         expected = _direct(run, req)
     return float((found - expected).abs().max())
+
+
+def reward_parity(run: Running) -> Measured | NotApplicable:
+    """Passes if the rewards of the engine's samples are distributed as those of the trainer's model, of the same
+    requests and weights: equal log-probs of an engine's samples do not say that it draws them as often.
+
+    The engine has the present policy.
+    """
+    if not run.runtime.has_role("sync"):
+        return NotApplicable("samples with the weights that train")
+    requests = [run.request(60 + number) for number in range(_REQUESTS_OF_REWARDS)]
+    engine = [run.engine.generate(req, None) for req in requests]
+    first = engine[0].root_track()
+    target = TEXTS_OF_TRAINER if isinstance(first.segment, TextSegment) else LATENTS_OF_TRAINER
+    offered = {"pipeline": run.pipeline, "policies": run.backend, "forward_batch_size": first.batch_size}
+    trainer = instantiate({TARGET: target}, **offered, track=engine[0].root_name())
+    own = [trainer.generate(req, None) for req in requests]
+    return same_distribution(_rewards(run, engine), _rewards(run, own))
+
+
+def same_distribution(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True unless a test of Mann and Whitney (another location, many equal values) or of Kolmogorov and Smirnov
+    (another shape) says that two samples are of different distributions, at a level of `_LEVEL`."""
+    return all(test(one, other).pvalue >= _LEVEL for test in (mannwhitneyu, ks_2samp))
+
+
+def _rewards(run: Running, responses: Sequence[RolloutResp]) -> list[float]:
+    """Rewards of the root track of all responses."""
+    reward: Any = run.runtime.component("reward")
+    found: list[float] = []
+    for resp in responses:
+        reward.score_track(resp, resp.root_name(), is_training=False)
+        rewards = resp.root_track().rewards
+        if rewards is None:
+            raise ContractError("the reward scored nothing")
+        found += [float(each) for each in rewards]
+    return found
 
 
 def engine_checks(run: Running, *, shows_media: bool) -> Iterator[tuple[str, Measured | NotApplicable]]:

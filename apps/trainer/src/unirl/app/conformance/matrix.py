@@ -22,6 +22,7 @@ from unirl.app.conformance.checks import (
     learns,
     named_policy,
     push_gap,
+    reward_parity,
 )
 from unirl.app.environment import this_machine
 from unirl.config.check import check_recipe
@@ -109,6 +110,7 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
                     yield "full push", _cell(push_gap(run))
                     for name, found in engine_checks(run, shows_media=shows_media):
                         yield name, _cell(found)
+                    yield "rewards", _cell(reward_parity(run))
         except UniRLError as error:
             yield f"learns: {algorithm}", _failed(error)
     yield "adapter push", _adapter_push(model, engine, REFERENCE_ALGORITHM[kind])
