@@ -374,8 +374,8 @@ def test_folders_of_another_family_or_without_a_component_are_refused_before_wei
                 empties = file.suffix == ".safetensors"  # which would not load
                 target = tmp_path / component.name / file.name
                 target.write_bytes(b"") if empties else target.symlink_to(file)
-    (tmp_path / "model_index.json").write_text(json.dumps({**index, "_class_name": "OtherPipeline"}))
-    with pytest.raises(ConfigError, match="holds a OtherPipeline; this model needs a "):
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
+    with pytest.raises(ConfigError, match="holds a StableDiffusionPipeline; this model needs a "):
         family.bundle(str(tmp_path), **family.options)
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="vae"):
