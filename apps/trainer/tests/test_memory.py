@@ -25,6 +25,7 @@ OTHERS = (
     "hunyuan_image3/think",
     "hunyuan_image3/vllm",
     "sft/",
+    "janus/",
 )
 REAL = [name for name in available() if not name.startswith(OTHERS)]
 """Recipes of images and videos alone, of real size."""

@@ -38,7 +38,8 @@ def scorers_have_what_they_read(own: Part, run: Run) -> Messages:
 
 def latents_are_there(own: Part, run: Run) -> Messages:
     """A function of latents scores samples that were denoised."""
-    stage = run.stages[0] if run.scored_track is None else run.stage_of(run.scored_track)
+    # A track that no stage makes is another rule's to name.
+    stage = next((each for each in run.stages if each.track == run.scored_track), run.stages[0])
     if not stage.sampling.ability("samples_tokens"):
         return
     for name, scorer in own.inside("scorers").items():

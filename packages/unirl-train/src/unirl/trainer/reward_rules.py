@@ -16,7 +16,8 @@ def groupwise_scorers(run: ComposedRun) -> dict[str, Part]:
 
 def groups_have_samples_to_compare(run: ComposedRun) -> Messages:
     """A scorer that compares samples of a prompt gets several of each."""
-    sampling = (run.stages[0] if run.scored_track is None else run.stage_of(run.scored_track)).sampling
+    # A track that no stage makes is another rule's to name.
+    sampling = next((each for each in run.stages if each.track == run.scored_track), run.stages[0]).sampling
     if sampling.get("samples_per_prompt", 1) > 1:
         return
     for own in groupwise_scorers(run).values():

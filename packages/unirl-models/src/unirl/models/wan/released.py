@@ -24,5 +24,7 @@ RELEASED = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Released(trained=28.6, experts=2, **_WAN_14B),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Released(trained=28.6, experts=2, **_WAN_14B),
     "Wan-AI/Wan2.2-Animate-14B-Diffusers": Released(trained=17.3, beside=0.63, **_WAN_14B),
+    # The control has a block for every second one of the video's.
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": Released(trained=2.15, width=1536, blocks=45, **_WAN),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Released(trained=5.0, width=3072, blocks=30, **_WAN_TI2V),
 }
