@@ -29,7 +29,7 @@ from unirl.types.segments import LatentSegment, TextSegment
 
 Measured = bool | float
 _REQUESTS_OF_REWARDS = 8
-"""Of 2 prompts each: 64 images or 256 texts."""
+"""Each has 2 prompts: together 64 images or 256 texts."""
 _LEVEL = 1e-3
 
 

@@ -117,7 +117,7 @@ def unseen_pictures(at: str, config: Mapping[str, Any]) -> Iterator[str]:  # Any
     if numbers != _PATCH_NUMBERS:
         product = " * ".join(map(str, (*sizes, sizes[-1])))
         yield (
-            f"{at}.model has patches of {product} = {numbers} numbers. SGLang sees pictures by Qwen2.5-VL alone with "
+            f"{at}.model has patches of {product} = {numbers} numbers. SGLang sees images by Qwen2.5-VL alone with "
             f"{_PATCH_NUMBERS}, and would take others for embeddings. Sample with vLLM: {at}._target_: "
             "unirl.rollout.engine.vllm_llm.engine.VLLMRolloutEngine."
         )
