@@ -13,7 +13,7 @@ from unirl.models.adapter import require_condition
 from unirl.models.ar import Decoder, GuidedDecoder, Inputs, ReplayedTokens
 from unirl.models.causal_lm.routing import Routes, Routing
 from unirl.models.kept_experts import EXPERTS, check_experts, require_dict
-from unirl.models.text_adapter import TextAdapter
+from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 from unirl.types.conditions import ExpertCondition
 from unirl.types.errors import ContractError
@@ -27,6 +27,10 @@ class RoutedBundle(Protocol):
 
     @property
     def routing(self) -> Routing: ...
+
+
+class RoutedLanguageBundle(RoutedBundle, LanguageBundle, Protocol):
+    """A language model with gates."""
 
 
 class NotingDecoder(Decoder):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from unirl.models.causal_lm.bundle import CausalLMBundle
-from unirl.models.qwen3.bundle import Qwen3MoeBundle
-from unirl.models.routed_pipeline import RoutedPipeline
-from unirl.models.text_adapter import TextAdapter
+from unirl.models.routed_pipeline import RoutedLanguageBundle, RoutedPipeline
+from unirl.models.text_adapter import LanguageBundle, TextAdapter
 from unirl.models.text_pipeline import AutoregressivePipeline
 
 
@@ -19,7 +17,7 @@ class Qwen3Pipeline(AutoregressivePipeline):
 
     def __init__(
         self,
-        bundle: CausalLMBundle,
+        bundle: LanguageBundle,
         *,
         chat_template: bool | None = None,
         system_prompt: str | None = None,
@@ -38,7 +36,7 @@ class Qwen3MoePipeline(RoutedPipeline, Qwen3Pipeline):
 
     def __init__(
         self,
-        bundle: Qwen3MoeBundle,
+        bundle: RoutedLanguageBundle,
         *,
         chat_template: bool | None = None,
         system_prompt: str | None = None,
