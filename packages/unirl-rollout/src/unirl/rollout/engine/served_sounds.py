@@ -23,12 +23,12 @@ def heard_sounds(sounds: Primitive | None) -> tuple[list[str], list[list[int]], 
         raise ConfigError(
             f"the slot 'audio' must hold Audios of mono waveforms at a sample rate, got {type(sounds).__name__}"
         )
-    places: dict[str, int] = {}
+    places: dict[bytes, int] = {}
     heard: list[list[int]] = []
     for own in sounds.unpack("waveform"):
-        text = base64.b64encode(own.float().cpu().contiguous().numpy().tobytes()).decode()
-        heard.append([places.setdefault(text, len(places))] if text else [])
-    return list(places), heard, sounds.sample_rate
+        samples = own.float().cpu().contiguous().numpy().tobytes()
+        heard.append([places.setdefault(samples, len(places))] if samples else [])
+    return [base64.b64encode(samples).decode() for samples in places], heard, sounds.sample_rate
 
 
 def waveform(text: str) -> Tensor:
