@@ -1,5 +1,6 @@
 """Real engines on a CPU, from `uv sync --project environments/...`; one of a kind for many tests."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,18 @@ def shapes():
     from shapes_sd3 import pipeline_of
 
     return pipeline_of()
+
+
+@pytest.fixture
+def other(shapes):
+    """The pipeline of the shapes world with other weights, for as long as a test takes."""
+    from shapes_sd3 import state
+
+    transformer = shapes.bundle.transformer
+    kept = copy.deepcopy(transformer.state_dict())
+    transformer.load_state_dict(state(shapes, 1.1))
+    yield shapes
+    transformer.load_state_dict(kept)
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,19 @@ def direct(pipeline: Any, req: RolloutReq) -> LatentSegment:
     return segment
 
 
+def gap(engine: Any, pipeline: Any) -> float:
+    """Between the latents of the engine and those of the model."""
+    req = request(pipeline)
+    found = engine.generate(req).tracks["image"].segment.latents
+    return float((found - direct(pipeline, req).latents).abs().max())
+
+
+def state(pipeline: Any, factor: float = 1.0) -> dict[str, torch.Tensor]:
+    """The transformer's tensors, its matrices scaled."""
+    own = pipeline.bundle.transformer.state_dict()
+    return {name: tensor * factor if name.endswith("weight") else tensor.clone() for name, tensor in own.items()}
+
+
 def replay_gap(pipeline: Any, track: Any) -> torch.Tensor:
     """|log-prob of the engine - of a replay| [B, S]."""
     segment, rows = track.segment, torch.arange(track.batch_size)

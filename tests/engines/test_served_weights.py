@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from shapes_sd3 import CHECKPOINT, direct, push, request
+from shapes_sd3 import CHECKPOINT, gap, push, state
 
 from unirl.distributed.weight_sync.last_push import LastPush
 from unirl.types.errors import WeightSyncError
@@ -15,29 +15,6 @@ pytestmark = [pytest.mark.slow]
 TOLERANCE = 1e-4
 """As of test_served_latents."""
 RANK = 4
-
-
-def state(pipeline, factor=1.0):
-    """The transformer's tensors, its matrices scaled."""
-    own = pipeline.bundle.transformer.state_dict()
-    return {name: tensor * factor if name.endswith("weight") else tensor.clone() for name, tensor in own.items()}
-
-
-def gap(engine, pipeline):
-    """Between the latents of the engine and those of the model."""
-    req = request(pipeline)
-    found = engine.generate(req).tracks["image"].segment.latents
-    return float((found - direct(pipeline, req).latents).abs().max())
-
-
-@pytest.fixture
-def other(shapes):
-    """The shapes pipeline with other weights, for as long as a test takes."""
-    transformer = shapes.bundle.transformer
-    kept = copy.deepcopy(transformer.state_dict())
-    transformer.load_state_dict(state(shapes, 1.1))
-    yield shapes
-    transformer.load_state_dict(kept)
 
 
 def test_a_full_push_makes_the_engine_the_new_policy(painter, shapes, other):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from acting_tensors import assert_every_tensor_acts
 from album import Album
 from letters_model import TOLERANCE, LetterCodec
 
@@ -61,19 +62,6 @@ def token_side(bundle) -> int:
     return bundle.image_processor.patch_size * bundle.image_processor.merge_size
 
 
-def gap(engine, pipeline) -> float:
-    """Largest |log-prob of SGLang - of a replay| of fresh samples."""
-    track = engine.generate(request(pipeline)).tracks["text"]
-    with pipeline.evaluating(), torch.no_grad():
-        replayed = pipeline.replay(track.conditions, track.segment, track.segment.params).logp_N
-    return float((replayed - track.segment.log_probs).abs().max())
-
-
-def distinct(names):
-    """For each kind of tensor the one in the last layer."""
-    return {"".join(letter for letter in name if not letter.isdigit()): name for name in names}.values()
-
-
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
 def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglang_python, tmp_path):
     folder = str(_models.save_vision_model(_models.qwen_vl(model_type), tmp_path))
@@ -91,17 +79,8 @@ def test_every_tensor_of_a_push_acts_on_answers_about_pictures(model_type, sglan
     )
     options: dict[str, Any] = {"sampling": PARAMS, "dtype": "fp32", "canary_tolerance": 1e-4}
     sync = FullWeightSync(backend, engine, pipeline, canary_image_size=2 * token_side(bundle), **options)
-    generator = torch.Generator().manual_seed(1)
     try:
-        assert gap(engine, pipeline) < TOLERANCE
-        assert sync.push()["sync/logprob_gap_max"] < TOLERANCE
-        for name in distinct(name for name in backend.parameters if UNREAD not in name):
-            parameter = backend.parameters[name].detach()
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(0.1))
-            stale = gap(engine, pipeline)
-            assert stale > 3 * TOLERANCE, f"{name} does not matter: {stale}"
-            sync.push()
-            assert gap(engine, pipeline) < 3 * TOLERANCE, name
+        assert_every_tensor_acts(engine, pipeline, backend, sync, request(pipeline), [UNREAD])
     finally:
         engine.shutdown()
 

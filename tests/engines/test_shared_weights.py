@@ -1,6 +1,5 @@
 """Pushes to a real engine through memory that holds one bucket after the other."""
 
-import copy
 import os
 import signal
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from recipe_runs import SMALL_SHAPES, finish, records, train, untimed
 from served_engines import SERVED, marked, nightly
-from shapes_sd3 import CHECKPOINT, direct, request
+from shapes_sd3 import CHECKPOINT, gap, request
 
 from unirl.types.errors import WeightSyncError
 from unirl.types.weights import WeightSpec, weight_buckets
@@ -30,18 +29,6 @@ def sharing(request, shapes):
     engine.shutdown()
 
 
-@pytest.fixture
-def other(shapes):
-    """The shapes pipeline with other weights, for as long as a test takes."""
-    transformer = shapes.bundle.transformer
-    kept = copy.deepcopy(transformer.state_dict())
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter.mul_(1.05)
-    yield shapes
-    transformer.load_state_dict(kept)
-
-
 def push(engine, pipeline, version, change=None):
     """Push all weights. change: called with each bucket before it is sent."""
     tensors = pipeline.bundle.transformer.state_dict()
@@ -49,13 +36,6 @@ def push(engine, pipeline, version, change=None):
     for bucket in weight_buckets(tensors.items(), policy_version=version, max_bytes=BUCKET_BYTES):
         engine.receive_weights(bucket if change is None else change(bucket))
     return engine.finish_weights(version)
-
-
-def gap(engine, pipeline):
-    """Between the latents of the engine and those of the model."""
-    req = request(pipeline)
-    found = engine.generate(req).tracks["image"].segment.latents
-    return float((found - direct(pipeline, req).latents).abs().max())
 
 
 def damaged(bucket):

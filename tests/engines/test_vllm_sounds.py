@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from letters_model import TOLERANCE
+from acting_tensors import assert_every_tensor_acts
 
 from unirl.distributed.weight_sync.full import FullWeightSync
 from unirl.models.qwen3_omni.bundle import Qwen3OmniThinkerBundle
@@ -47,19 +47,6 @@ def request(pipeline) -> RolloutReq:
     )
 
 
-def gap(engine, pipeline) -> float:
-    """Largest |log-prob of vLLM - of a replay| of fresh samples."""
-    track = engine.generate(request(pipeline)).tracks["text"]
-    with pipeline.evaluating(), torch.no_grad():
-        replayed = pipeline.replay(track.conditions, track.segment, track.segment.params).logp_N
-    return float((replayed - track.segment.log_probs).abs().max())
-
-
-def distinct(names):
-    """For each kind of tensor the one in the last layer."""
-    return {"".join(letter for letter in name if not letter.isdigit()): name for name in names}.values()
-
-
 def test_every_tensor_of_a_push_acts_on_answers_about_sounds_and_pictures(vllm_python, tmp_path):
     # Wide enough for the kernel of experts on a CPU, which pads narrower ones, and does not take a push of them.
     folder = str(_models.save_whole_omni(_models.qwen3_omni(moe_intermediate_size=64), tmp_path))
@@ -77,17 +64,7 @@ def test_every_tensor_of_a_push_acts_on_answers_about_sounds_and_pictures(vllm_p
     )
     options: dict[str, Any] = {"sampling": PARAMS, "dtype": "fp32", "canary_tolerance": 1e-4}
     sync = FullWeightSync(backend, engine, pipeline, **options)
-    generator = torch.Generator().manual_seed(1)
     try:
-        assert gap(engine, pipeline) < TOLERANCE
-        assert sync.push()["sync/logprob_gap_max"] < TOLERANCE
-        read = [name for name in backend.parameters if not any(part in name for part in UNREAD)]
-        for name in distinct(read):
-            parameter = backend.parameters[name].detach()
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(0.1))
-            stale = gap(engine, pipeline)
-            assert stale > 3 * TOLERANCE, f"{name} does not matter: {stale}"
-            sync.push()
-            assert gap(engine, pipeline) < 3 * TOLERANCE, name
+        assert_every_tensor_acts(engine, pipeline, backend, sync, request(pipeline), UNREAD)
     finally:
         engine.shutdown()
