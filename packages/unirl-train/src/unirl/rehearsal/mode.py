@@ -17,8 +17,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed.fsdp  # defines the operators torch.ops.fsdp
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -45,6 +51,13 @@ RANDOM = frozenset(
     for overload in packet.overloads()
 )
 """Operators whose results have no values that mean anything here."""
+VIEWS = frozenset({aten.view.default, aten.split.Tensor, aten.split_with_sizes.default})
+"""Views that FSDP makes of every parameter at every gathering, which took a third of a sharded model's rehearsal. Their
+shapes come from the kernel alone, without the fake mode's rules for all operators."""
+COPIES = frozenset(
+    {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default, aten._foreach_copy_.default}
+)
+"""What copies into tensors that are there: no shape comes of it."""
 HERE = str(Path(__file__).parent)
 
 Value = Any  # Any: arguments and results of operators
@@ -146,6 +159,14 @@ class Rehearsal(TorchDispatchMode):
                 return torch.empty(num, args[0].ndim, dtype=torch.int64, device=PRETEND)
         if func is aten.bincount.default:
             return self._even_counts(*args, **named)
+        if func in COPIES:
+            return None
+        if func in VIEWS:
+            return self._viewed(func, args, named)
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            _, gathered, _, num_own, rank = args
+            own = self._viewed(aten.slice.Tensor, (gathered, 0, num_own * rank, num_own * (rank + 1)), {})
+            return own, gathered
         with self._fake:
             if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
                 source = args[0]  # comes to the device
@@ -166,6 +187,14 @@ class Rehearsal(TorchDispatchMode):
         with self._fake:
             outs = tuple(torch.empty(size, dtype=dtype, device=PRETEND) for size, dtype in shapes)
         return outs if isinstance(made, tuple) else outs[0]
+
+    def _viewed(self, func: Value, args: tuple[Value, ...], named: dict[str, Value]) -> Value:
+        """A view of the first argument, or several."""
+        with in_kernel_invocation_manager(self._fake):
+            made = func(*args, **named)
+        if isinstance(made, Tensor):
+            return FakeTensor(self._fake, made, args[0].device)
+        return [FakeTensor(self._fake, each, args[0].device) for each in made]
 
     def _even_counts(self, tokens: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         """How often each number occurs: all equally often, as the tokens of a router that is balanced."""
