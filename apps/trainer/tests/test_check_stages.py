@@ -55,6 +55,10 @@ MISTAKES = [
         "`stages` replaces these, and both are given. Remove engine.",
     ),
     (
+        {"selection": {"best_of_children": 6}},
+        "selection.best_of_children = 6 exceeds policies.painter.sampling.samples_per_prompt = 4. Lower it, or make mo",
+    ),
+    (
         {"reward.track": ...},
         "policies.painter.algorithm: the track image trains, but rewards are of text (reward.track = null, the first "
         "track) and of what it grew from. Set reward.track: image, or policies.painter.algorithms.image: null.",

@@ -225,6 +225,7 @@ MISTAKES = [
         {"sampling.one_step": "prompt"},
         "VLLMOmniEngine makes the same steps stochastic for all samples of a call",
     ),
+    ("dancegrpo", {"selection": {"best_of_children": 2}}, "best_of_children = 2, but no trained stage grows from anot"),
     ("dancegrpo", {"selection": {"best_of": 26}}, "best_of = 26 exceeds sampling.samples_per_prompt = 24"),
 ]
 

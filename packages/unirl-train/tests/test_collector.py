@@ -16,6 +16,7 @@ from unirl.algorithms.branch_grpo import BranchGRPO
 from unirl.algorithms.diffusion_grpo import DiffusionGRPO
 from unirl.algorithms.inherited import InheritedAdvantages
 from unirl.algorithms.routed_advantages import RoutedAdvantages
+from unirl.algorithms.selection import SampleSelection
 from unirl.data.data_source import MultimodalRLDataSource
 from unirl.distributed.runtime import LocalRuntime
 from unirl.distributed.worker import WorkerContext
@@ -42,15 +43,21 @@ from unirl.types.segments import LatentSegment
 class Branching(FieldEngine):
     """A text for every prompt, and two images for every text."""
 
+    num_images = 2
+
     @distributed(Dispatch.DP_SCATTER, Collect.HOLD)
     def generate(self, req: RolloutReq, policy: str | None = None) -> RolloutResp:
         """The tracks "plan" and "image"."""
-        again = req.replace(init_noise_group_ids=[f"{name}+" for name in req.init_noise_group_ids])
-        made = [super(Branching, self).generate(each, policy).tracks["image"] for each in (req, again)]
-        size = req.batch_size
-        both = RolloutTrack.concat(made).select([k * size + row for row in range(size) for k in range(2)])
+        count, size = self.num_images, req.batch_size
+        each = [
+            req.replace(init_noise_group_ids=[name + "+" * k for name in req.init_noise_group_ids])
+            for k in range(count)
+        ]
+        made = RolloutTrack.concat([super(Branching, self).generate(own, policy).tracks["image"] for own in each])
+        grown = made.select([k * size + row for row in range(size) for k in range(count)])
         plan = req.make_root_track(conditions={}, segment=None, decoded=Texts(texts=list(req.sample_ids)))
-        image = plan.fork("plan", "image", 2, conditions=both.conditions, segment=both.segment, decoded=both.decoded)
+        parts = {"conditions": grown.conditions, "segment": grown.segment, "decoded": grown.decoded}
+        image = plan.fork("plan", "image", count, **parts)
         return RolloutResp(tracks={"plan": plan, "image": image})
 
 
@@ -81,6 +88,7 @@ class Made:
         make: Callable[..., StageAlgorithm] = DiffusionGRPO,
         params: DiffusionSamplingParams | None = None,
         track_advantages: Mapping[str, Advantages] | None = None,
+        selection: SampleSelection | None = None,
     ) -> None:
         prompts = folder / "prompts.jsonl"
         prompts.write_text(
@@ -113,6 +121,7 @@ class Made:
             clock=clock,
             scored_track="image" if branches else None,
             track_advantages=track_advantages,
+            selection=selection,
         )
         self.learner = Learner(self.runtime, guardrails=Guardrails(GuardrailConfig()), clock=clock)
         self.learner.prepare()
@@ -142,6 +151,33 @@ def test_children_inherit_the_advantages_of_their_parents(tmp_path: Path):
     assert made.learner.train(rollout)["train/grad_norm"] > 0
     with pytest.raises(ConfigError, match="which has none: it is neither the first nor trained"):
         Made(tmp_path, branches=False, track_advantages={"image": InheritedAdvantages()}).collector.collect(0)
+
+
+class Fourfold(Branching):
+    """Four images for every text."""
+
+    num_images = 4
+
+
+@pytest.mark.parametrize("of_texts", [None, 2])
+def test_the_best_and_the_worst_children_train_and_all_of_them_credit_their_parents(tmp_path: Path, of_texts):
+    """In order of falling advantage, as pairs need them; of the texts, too, where these are chosen."""
+    whole = Made(tmp_path, engine=Fourfold).collector.collect(0).resp.meta
+    scores = dict(zip(whole.track("image").sample_ids, whole.track("image").scored_rewards.tolist(), strict=True))
+    selection = SampleSelection(best_of=of_texts, best_of_children=2)
+    made = Made(tmp_path, engine=Fourfold, selection=selection)
+    rollout = made.collector.collect(0)
+    held, meta = rollout.resp.fetch(), rollout.resp.meta
+    plan, image = meta.track("plan"), meta.track("image")
+    assert plan.batch_size == (6 if of_texts is None else 4) and image.batch_size == 2 * plan.batch_size
+    for text, credited in zip(plan.sample_ids, plan.scored_rewards.tolist(), strict=True):
+        own = {name: value for name, value in scores.items() if name.rpartition("/")[0] == text}
+        assert credited == pytest.approx(fmean(own.values()), rel=1e-6)
+        chosen = [name for name in image.sample_ids if name in own]
+        assert [own[name] for name in chosen] == [max(own.values()), min(own.values())]
+    assert held.tracks["image"].sample_ids == image.sample_ids
+    assert rollout.metrics["image/reward/mean"] == pytest.approx(fmean(scores.values()), rel=1e-6)
+    assert made.learner.train(rollout)["train/grad_norm"] > 0 and made.runtime.num_held() == 0
 
 
 def test_each_medium_gets_the_advantages_of_its_route_and_what_reads_one_number_their_mean(tmp_path: Path):

@@ -44,6 +44,10 @@ def test_zero_variance_groups_are_those_whose_rewards_are_equal():
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="best_of = 3 must be an even number"):
         SampleSelection(best_of=3)
+    with pytest.raises(ConfigError, match="best_of_children = 5 must be an even number"):
+        SampleSelection(best_of_children=5)
+    with pytest.raises(ConfigError, match="best_of_children = 6, but group a has 4 .* lower best_of_children"):
+        SampleSelection(best_of_children=6).child_rows(torch.zeros(8), GROUPS)
     with pytest.raises(ConfigError, match="Set one"):
         SampleSelection(dynamic_sampling=True, drop_zero_variance=True)
     with pytest.raises(ConfigError, match="group a has 4 samples"):

@@ -90,6 +90,25 @@ def check(resp: RolloutResp, names: Names, how: Credit | None) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["image", "crop"]), st.randoms(use_true_random=False))
+def test_samples_of_one_track_are_chosen_with_what_grew_from_them(track, random):
+    names = Names()
+    whole = made(names, random, "", 3)
+    rows = random.sample(range(whole.tracks[track].batch_size), random.randint(0, whole.tracks[track].batch_size))
+    left = whole.select_of(track, rows)
+    chosen = {whole.tracks[track].sample_ids[row] for row in rows}
+    assert set(left.tracks[track].sample_ids) == chosen
+    assert left.tracks["text"].sample_ids == whole.tracks["text"].sample_ids
+    if track == "image":
+        crops = {name for name in whole.tracks["crop"].sample_ids if names.parent[name] in chosen}
+        assert set(left.tracks["crop"].sample_ids) == crops
+    else:
+        assert left.tracks["image"].sample_ids == whole.tracks["image"].sample_ids
+    for each in left.tracks.values():
+        assert each.group_ids == [names.parent[name] for name in each.sample_ids]
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(get_args(Credit)), st.booleans(), st.integers(2, 4), st.randoms(use_true_random=False))
 def test_refills_dropped_groups_and_permutation_keep_every_family_and_its_credit(
     how, is_credited_first, groups, random

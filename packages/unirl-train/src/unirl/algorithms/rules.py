@@ -182,11 +182,12 @@ def units_stay_together(own: Part, run: Run) -> Messages:
     if unit is None or unit <= 1:
         return
     selection: Mapping[str, object] = {} if run.selection is None else run.selection.node
-    repeats, best_of = run.sampling.get("samples_per_prompt", 1), selection.get("best_of")
+    name = "best_of" if run.stages[0].grows_from is None else "best_of_children"
+    repeats, best_of = run.sampling.get("samples_per_prompt", 1), selection.get(name)
     if (repeats if best_of is None else best_of) != unit:
         yield (
-            f"{own.name} trains on {unit} samples of a prompt, but sampling.samples_per_prompt = {repeats} and "
-            f"selection.best_of = {'null' if best_of is None else best_of}. Set selection.best_of: {unit} (the best "
+            f"{own.name} trains on {unit} samples of a prompt, but {run.samples_key} = {repeats} and "
+            f"selection.{name} = {'null' if best_of is None else best_of}. Set selection.{name}: {unit} (the best "
             f"and the worst of a group), or samples_per_prompt: {unit}"
             + ("." if option is None else f", or {own.at}.{option} to what the others give.")
         )

@@ -26,6 +26,8 @@ class SampleSelection:
 
     best_of: samples kept of each group, half of them the best and half the worst by advantage (DanceGRPO's best-of-n;
         2 makes the pairs of online DPO: the best, then the worst). None keeps all.
+    best_of_children: the same of the samples that grew from each sample of an earlier stage, as the images of a text,
+        after their parents have been credited with all of them.
     drop_zero_variance: leave out samples with advantage 0 (groups whose rewards are all equal). Some come back where
         the rest would not divide over devices and updates; they add nothing to the gradient but to the mean's divisor.
     dynamic_sampling: replace groups whose rewards are all equal by fresh prompts, until the batch is whole again
@@ -33,12 +35,14 @@ class SampleSelection:
     """
 
     best_of: Annotated[int, Bounds(ge=2)] | None = None
+    best_of_children: Annotated[int, Bounds(ge=2)] | None = None
     drop_zero_variance: bool = False
     dynamic_sampling: bool = False
 
     def __post_init__(self) -> None:
-        if self.best_of is not None and self.best_of % 2:
-            raise ConfigError(f"selection.best_of = {self.best_of} must be an even number of at least 2, or null")
+        for name, count in (("best_of", self.best_of), ("best_of_children", self.best_of_children)):
+            if count is not None and count % 2:
+                raise ConfigError(f"selection.{name} = {count} must be an even number of at least 2, or null")
         if self.dynamic_sampling and self.drop_zero_variance:
             raise ConfigError(
                 "selection.dynamic_sampling replaces the groups that selection.drop_zero_variance leaves out. Set one."
@@ -57,15 +61,24 @@ class SampleSelection:
             rows = _informative(advantages_B, rows, divisor)
         return None if rows == list(range(len(group_ids))) else rows
 
+    def child_rows(self, advantages_B: Tensor, parent_ids: Sequence[str]) -> list[int] | None:
+        """As `rows`, of a track whose samples grew from those of `parent_ids`; None for all."""
+        if self.best_of_children is None:
+            return None
+        return best_and_worst(advantages_B, parent_ids, self.best_of_children, option="best_of_children")
 
-def best_and_worst(advantages_B: Tensor, group_ids: Sequence[str], count: int) -> list[int]:
-    """The `count` / 2 best and the `count` / 2 worst samples of every group, in order of falling advantage."""
+
+def best_and_worst(advantages_B: Tensor, group_ids: Sequence[str], count: int, *, option: str = "best_of") -> list[int]:
+    """The `count` / 2 best and the `count` / 2 worst samples of every group, in order of falling advantage.
+
+    option: of `selection`, for the message of a group that is smaller (ConfigError).
+    """
     chosen: list[int] = []
     for group, members in rows_by(group_ids).items():
         if len(members) < count:
             raise ConfigError(
-                f"selection.best_of = {count}, but group {group} has {len(members)} samples. "
-                "Raise sampling.samples_per_prompt or lower best_of."
+                f"selection.{option} = {count}, but group {group} has {len(members)} samples. "
+                f"Raise its samples_per_prompt or lower {option}."
             )
         ordered = sorted(members, key=lambda row: -float(advantages_B[row]))
         chosen += [*ordered[: count // 2], *ordered[len(ordered) - count // 2 :]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +132,14 @@ class Held:
         self._runtime.map_held(self.key_for(self._runtime), _attach, [(track, share) for share in shares])
         self._metas = [meta.with_values(track, **own) for meta, own in zip(self._metas, shares, strict=True)]
 
+    def keep(self, track: str, rows: Sequence[int]) -> None:
+        """Leave of a track only the samples at `rows`, in their order, and what grew from them. The rows of each worker
+        stay with it."""
+        ends = [0, *itertools.accumulate(meta.track(track).batch_size for meta in self._metas)]
+        own = [[row - start for row in rows if start <= row < end] for start, end in itertools.pairwise(ends)]
+        self._runtime.map_held(self.key_for(self._runtime), _keep, [(track, each) for each in own])
+        self._metas = [meta.select_of(track, each) for meta, each in zip(self._metas, own, strict=True)]
+
     def refresh(self) -> None:
         """Read the metadata again after a role has changed the held value."""
         self._metas = self.map(_metadata)
@@ -181,6 +190,10 @@ def _cut(values: Tensor | Mapping[str, Tensor], sizes: list[int]) -> Sequence[Te
 
 def _attach(resp: RolloutResp, track: str, fields: dict[str, Tensor | dict[str, Tensor]]) -> None:
     resp.tracks[track] = resp.tracks[track].replace(**fields)
+
+
+def _keep(resp: RolloutResp, track: str, rows: list[int]) -> None:
+    resp.tracks.update(resp.select_of(track, rows).tracks)
 
 
 class Future(Generic[ResultT]):

@@ -38,6 +38,15 @@ class BatchSelection:
             return set()
         return zero_variance_groups(track.scored_rewards, track.group_ids)
 
+    def thin_children(self, resp: Held) -> None:
+        """Leave the samples of later stages that are trained on, in every trained track of these."""
+        for name in resp.meta.tracks:
+            track = resp.meta.track(name)
+            if track.parent_track is not None and track.advantages is not None:
+                rows = self._selection.child_rows(track.advantages, track.group_ids)
+                if rows is not None:
+                    resp.keep(name, rows)
+
     def rows(self, resp: Held, root: str) -> list[int] | None:
         """The rows to train on in the order in which devices get them; None: all rows in their order.
 

@@ -240,7 +240,8 @@ class Collector(Generic[ParamsT]):
             self._advantages.attach(resp, root, progress)
             if show is not None:
                 show(resp)
-            return ScoredPart(number, progress, self._selected(resp, root), resp.meta, groups.gauges)
+            whole = resp.meta
+            return ScoredPart(number, progress, self._selected(resp, root), whole, groups.gauges)
 
     def summed_up(self, parts: Sequence[ScoredPart]) -> tuple[dict[str, float], int]:
         """Metrics of a rollout that was trained on in parts, and the number of generated samples of the scored
@@ -349,6 +350,7 @@ class Collector(Generic[ParamsT]):
 
     def _selected(self, resp: Held, root: str) -> Held:
         """The samples to train on, balanced over devices."""
+        self._selection.thin_children(resp)
         rows = self._selection.rows(resp, root)
         if rows is None:
             return resp

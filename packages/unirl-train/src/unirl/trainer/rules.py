@@ -53,6 +53,24 @@ def geometry_divides(run: ComposedRun) -> Messages:
         yield (f"{product} is not divisible by {count}. Change one of: batch_size, {per_prompt}, {key}.")
 
 
+def children_can_be_chosen(run: ComposedRun) -> Messages:
+    """Every trained stage that grows from another makes as many samples as are chosen of them."""
+    best_of = None if run.selection is None else run.selection.get("best_of_children")
+    if best_of is None:
+        return
+    left = {track for policy in run.policies.values() for track in policy.resting}
+    grown = [s for s in run.stages if s.grows_from is not None and s.policy in run.policies and s.track not in left]
+    if not grown:
+        yield f"selection.best_of_children = {best_of}, but no trained stage grows from another. Remove it."
+    for stage in grown:
+        number = stage.sampling.get("samples_per_prompt", 1)
+        if best_of > number:
+            yield (
+                f"selection.best_of_children = {best_of} exceeds {stage.sampling.at}.samples_per_prompt = {number}. "
+                "Lower it, or make more."
+            )
+
+
 def topologies_fit(run: ComposedRun) -> Messages:
     """The axes of every policy multiply to the devices that train, and all policies cut a batch alike."""
     num_devices, sizes = len(groups_of_run(run)[0].devices), dict[str, tuple[int, int]]()
@@ -251,6 +269,7 @@ def trackers_have_their_libraries(run: ComposedRun, machine: Machine) -> Message
 RULES = (
     cpu_seconds_are_of_one_process,
     geometry_divides,
+    children_can_be_chosen,
     topologies_fit,
     tokens_can_be_spread,
     shared_samples_are_sampled_alike,

@@ -7,7 +7,7 @@ A response is a set of named tracks; a track is one generation stage of every sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -384,7 +384,16 @@ class RolloutResp(Batch):
 
         Raises ContractError if a root sample is asked for twice: its id would no longer be unique.
         """
-        chosen = {self.root_name(): self.root_track().select(indices)}
+        return self._with_what_grew({self.root_name(): self.root_track().select(indices)})
+
+    def select_of(self, name: str, rows: Sequence[int]) -> Self:
+        """The samples of one track at `rows` alone, with everything that grew from them; the tracks above it and what
+        else grew from those stay whole, children in the order of their parents."""
+        whole = {up: self.tracks[up] for up in self.lineage(name) if up != name}
+        return self._with_what_grew({**whole, name: self.track(name).select(rows)})
+
+    def _with_what_grew(self, chosen: dict[str, RolloutTrack]) -> Self:
+        """The chosen tracks, and of the others what grew from their samples."""
         waiting = [name for name in self.tracks if name not in chosen]
         while waiting:
             for name in list(waiting):

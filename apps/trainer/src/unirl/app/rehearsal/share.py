@@ -123,7 +123,8 @@ def share_of(run: ComposedRun, folder: Path, answer_tokens: int = ANSWER_TOKENS)
         scouts=None,
     )
     if run.selection is not None:  # drawn scores would choose other numbers of samples; pairs are of the best and worst
-        recipe["selection"] = {key: value for key, value in run.selection.node.items() if key in (TARGET, "best_of")}
+        kept = (TARGET, "best_of", "best_of_children")
+        recipe["selection"] = {key: value for key, value in run.selection.node.items() if key in kept}
     recipe["reward"] = {
         **{key: value for key, value in run.resolved["reward"].items() if key in REWARD},
         "_target_": "unirl.reward.service.RewardService",
@@ -221,6 +222,15 @@ def kept_fraction(run: ComposedRun) -> float:
     return 1.0 if best_of is None else min(1.0, best_of / run.samples_per_prompt)
 
 
+def _of_children(run: ComposedRun, stage: Stage) -> float:
+    """Fraction of a stage's samples that `best_of_children` leaves of those that grew from kept ones."""
+    best_of = None if run.selection is None else run.selection.get("best_of_children")
+    if stage.grows_from is None:
+        return 1.0
+    above = _of_children(run, run.stage_of(stage.grows_from))
+    return above if best_of is None else above * best_of / stage.sampling.get("samples_per_prompt", 1)
+
+
 def _random_depths(run: ComposedRun) -> Iterator[tuple[str, float]]:
     """Place of each algorithm that trains through the last K of T steps, K drawn from 1 .. T for each rollout, and the
     mean of K / T."""
@@ -254,17 +264,19 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
         per_prompt[stage.track] = above * stage.sampling.get("samples_per_prompt", 1)
     of_rank = run.batch_size * run.policy.ranks_per_sample / num_ranks
     num_samples = {track: max(1, round(of_rank * num)) for track, num in per_prompt.items()}
-    kept, fraction = {track: _num_kept(run, num) for track, num in num_samples.items()}, _rehearsed_fraction(run)
+    kept = {stage.track: _num_kept(run, stage, num_samples[stage.track]) for stage in run.stages}
+    fraction = {stage.track: _rehearsed_fraction(run, stage) for stage in run.stages}
     trained = {stage.track: _num_trained(run, stage) for stage in run.stages}
     prompts = 1
     for stage in run.stages:
         own = num_samples[stage.track]
         # Of several stages one prompt makes so much that forwards are full.
         full = 1 if run.is_staged else min(own, stage.engine.get("forward_batch_size") or 1)
-        wanted = max(math.ceil(min(trained[stage.track], kept[stage.track]) / fraction), full)
+        wanted = max(math.ceil(min(trained[stage.track], kept[stage.track]) / fraction[stage.track]), full)
         prompts = max(prompts, -(-wanted // per_prompt[stage.track]))
     updates = math.lcm(*map(_num_updates, run.policies.values()))
-    while round(prompts * per_prompt[run.stages[0].track] * fraction) % updates:
+    first = run.stages[0].track
+    while round(prompts * per_prompt[first] * fraction[first]) % updates:
         prompts += 1
     depths = dict(_random_depths(run))
     works: dict[str, Work] = {}
@@ -276,7 +288,7 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
             num_made=prompts * per_prompt[stage.track],
             num_trained=min(
                 trained[stage.track],
-                round(prompts * per_prompt[stage.track] * fraction),
+                round(prompts * per_prompt[stage.track] * fraction[stage.track]),
                 _most_trained(run.all_policies[stage.policy], kept[stage.track]),
             ),
             num_replayed=_num_replayed(run, kept[stage.track]),
@@ -286,10 +298,10 @@ def _works(run: ComposedRun, num_ranks: int) -> tuple[int, dict[str, Work]]:
     return prompts, works
 
 
-def _num_kept(run: ComposedRun, num_samples: int) -> int:
-    """Samples of one rank that `selection` keeps, which divide into updates."""
+def _num_kept(run: ComposedRun, stage: Stage, num_samples: int) -> int:
+    """Samples of a track of one rank that `selection` keeps, which divide into updates."""
     updates = math.lcm(*(policy.stack.get("num_updates_per_batch", 1) for policy in run.policies.values()))
-    kept = -(-round(num_samples * kept_fraction(run)) // updates) * updates
+    kept = -(-round(num_samples * kept_fraction(run) * _of_children(run, stage)) // updates) * updates
     return min(num_samples, kept)
 
 
@@ -303,10 +315,11 @@ def _num_replayed(run: ComposedRun, num_kept: int) -> int:
     return round(num_kept * experience.groups_per_rollout / run.batch_size * best_of / of_group)
 
 
-def _rehearsed_fraction(run: ComposedRun) -> float:
-    """Fraction of the samples of a rehearsed rollout that are there to be trained on: `best_of` chooses there too."""
+def _rehearsed_fraction(run: ComposedRun, stage: Stage) -> float:
+    """Fraction of a track's samples of a rehearsed rollout that are there to be trained on: the best are chosen there
+    too."""
     best_of = None if run.selection is None else run.selection.get("best_of")
-    return 1.0 if best_of is None else best_of / run.samples_per_prompt
+    return _of_children(run, stage) * (1.0 if best_of is None else best_of / run.samples_per_prompt)
 
 
 def _num_updates(policy: Policy) -> int:
