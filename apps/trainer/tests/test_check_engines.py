@@ -90,6 +90,11 @@ def findings(name, *overrides):
             "engine.engine_args sets ['sp_degree']. SGLang's SD3 samples another image where its tokens are split.",
         ),
         (
+            "worlds/shapes/vllm_omni",
+            ["+engine.engine_args={step_execution: true, max_num_seqs: 4}"],
+            "engine.engine_args sets ['step_execution', 'max_num_seqs'], which join requests between steps or before",
+        ),
+        (
             "hunyuan_video/t2v_grpo",
             ["parts/engine=sglang_diffusion", "+engine.engine_args={sp_degree: 2}"],
             "engine.engine_args sets ['sp_degree']. SGLang's HunyuanVideo samples another video where its tokens are",
