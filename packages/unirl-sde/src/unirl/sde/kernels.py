@@ -64,6 +64,9 @@ class SDEStrategy(ABC):
     """Largest eta; None: any. `check_eta` enforces it."""
     takes_last_step: ClassVar[bool] = True
     """False when the step to sigma = 0 has no noise, and so no log-probability: keep it out of the stochastic steps."""
+    asks_for_clean: ClassVar[bool] = False
+    """True when a model of average velocities is asked for the one to sigma = 0, whose step ends on the clean latent;
+    False: for the velocity at the step's own level."""
 
     def __init__(self, reduction: Reduction = "mean") -> None:
         check_reduction(reduction)
@@ -278,6 +281,7 @@ class ConsistencySDEStrategy(CPSSDEStrategy):
     name = "consistency"
     is_gaussian = True
     takes_last_step = False
+    asks_for_clean = True
 
     def transition(
         self, x: Tensor, velocity: Tensor, sigma_R: Tensor, sigma_next_R: Tensor, *, eta: float, sigma_max: float
