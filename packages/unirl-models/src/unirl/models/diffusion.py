@@ -12,7 +12,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import DiffusionAdapter, num_rows, select_rows
+from unirl.models.adapter import num_rows, select_rows
 from unirl.sde import loop
 from unirl.sde.loop import Trajectory, Velocity
 from unirl.sde.solvers import DPMSolverPP2M, Solver, UniPCSolver
@@ -42,20 +42,22 @@ class ReplayedTransitions:
     """[R] float32 derivative of the mean by the velocity, without gradient."""
 
 
-def in_forwards(
-    adapter: DiffusionAdapter, conditions: Conditions, params: DiffusionSamplingParams, size: int | None
-) -> Velocity:
-    """The velocity of an adapter under autocast, in forwards of at most `size` rows; None sets no limit.
+Bind = Callable[[Conditions, DiffusionSamplingParams], Velocity]
+"""What makes a velocity of conditions, one row per row of x; see `DiffusionAdapter.bind`."""
+
+
+def in_forwards(bind: Bind, conditions: Conditions, params: DiffusionSamplingParams, size: int | None) -> Velocity:
+    """What `bind` makes, under autocast, in forwards of at most `size` rows; None sets no limit.
 
     conditions: one row per row of x.
     """
     rows = num_rows(conditions)
     if size is None or rows <= size:
-        parts = [(slice(0, rows), adapter.bind(conditions, params))]
+        parts = [(slice(0, rows), bind(conditions, params))]
     else:
         starts = range(0, rows, size)
         cuts = [slice(start, min(start + size, rows)) for start in starts]
-        parts = [(cut, adapter.bind(select_rows(conditions, list(range(cut.start, cut.stop))), params)) for cut in cuts]
+        parts = [(cut, bind(select_rows(conditions, list(range(cut.start, cut.stop))), params)) for cut in cuts]
     is_mixed = params.autocast_precision != "fp32"
     dtype = DTYPES[params.autocast_precision] if is_mixed else None
 

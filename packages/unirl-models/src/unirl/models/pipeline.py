@@ -224,7 +224,7 @@ class DiffusionPipeline:
         x_R, next_R, sigma_R, sigma_next_R = segment.transitions(sample_R, step_R)
         sigma_max = float(segment.sigmas[1])
         out = loop.replay(
-            self.bound(select_rows(conditions, sample_R.tolist()), params),
+            self.replaying(conditions, segment, sample_R, params),
             x_R,
             next_R,
             sigma_R,
@@ -240,6 +240,13 @@ class DiffusionPipeline:
         return ReplayedTransitions(
             logp_R=out.logp_R, mean=out.mean, std_R=out.std_R, q_R=unit.q_R, gain_R=unit.mean[:, 0]
         )
+
+    def replaying(
+        self, conditions: Conditions, segment: LatentSegment, sample_R: Tensor, params: DiffusionSamplingParams
+    ) -> Velocity:
+        """The velocity of stored rows; `conditions` has one row per sample of the segment."""
+        del segment
+        return self.bound(select_rows(conditions, sample_R.tolist()), params)
 
     def step_std(self, segment: LatentSegment) -> Tensor:
         """Standard deviation of the noise of each stochastic step of a sampled segment, [S] float32 on the CPU."""
@@ -266,7 +273,7 @@ class DiffusionPipeline:
 
         conditions: one row per row of x.
         """
-        return in_forwards(self.adapter, conditions, params, self.forward_batch_size)
+        return in_forwards(self.adapter.bind, conditions, params, self.forward_batch_size)
 
     def _check(self, params: DiffusionSamplingParams) -> None:
         if params.sde_strategy is not None and params.sde_strategy != self.strategy.name:

@@ -35,6 +35,8 @@ from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 BundleT = TypeVar("BundleT", bound=DiffusersBundle)
+Predict = Callable[[Tensor, Tensor, Conditions], Tensor]
+"""predict(x_R, sigma_R, conditions) -> velocity [R, ...] without guidance, see `TextConditionedAdapter.predict`."""
 
 
 class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
@@ -190,7 +192,15 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
         return self.bundle.text.visiting()
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
-        """One forward per step over [unconditional rows, conditional rows]; no state.
+        """One forward per step over [unconditional rows, conditional rows]; no state."""
+
+        def predict(x_R: Tensor, sigma_R: Tensor, rows: Conditions) -> Tensor:
+            return self.predict(x_R, sigma_R, rows, params)
+
+        return self.guided(predict, conditions, params)
+
+    def guided(self, predict: Predict, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        """The velocity of `predict` with the guidance of `params`.
 
         Slots without a negative one are the same in both kinds of rows.
         """
@@ -200,10 +210,6 @@ class TextConditionedAdapter(DiffusionAdapter, Generic[BundleT]):
             require_condition(conditions, NEGATIVE + "text", TextEmbedCondition)
         conditional = {name: value for name, value in conditions.items() if not name.startswith(NEGATIVE)}
         negative = {name.removeprefix(NEGATIVE): conditions[name] for name in conditions if name not in conditional}
-
-        def predict(x_R: Tensor, sigma_R: Tensor, rows: Conditions) -> Tensor:
-            return self.predict(x_R, sigma_R, rows, params)
-
         return classifier_free(predict, conditional, negative, guidance, combine=self.combine)
 
     def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
