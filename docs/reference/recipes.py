@@ -39,6 +39,7 @@ A world is a small task that a CPU learns in minutes. No recipe of a released mo
 """
 CURVES = (DOCS / "results" / "algorithms.md", DOCS / "guides" / "stages.md", *sorted((DOCS / "worlds").glob("*.md")))
 FAMILY_OF = {
+    "anyflow": "anyflow_far",
     "flux": "flux_dev",
     "flux2": "flux2_dev",
     "wan": "wan21_t2v",

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "packages" / "unirl-models" / "src" / "unirl" / "models"
 NAMES = {
+    "anyflow": "AnyFlow FAR",
     "bagel": "BAGEL",
     "causal_lm": "any causal language model",
     "cogvideox": "CogVideoX",

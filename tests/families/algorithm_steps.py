@@ -60,14 +60,15 @@ ALGORITHMS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def take_two_steps(family: Any, pipeline: Any, frozen: Sequence[nn.Module], method: str) -> None:
+def take_two_steps(family: Any, pipeline: Any, frozen: Sequence[nn.Module], method: str, **sampling: Any) -> None:
     """The loss is finite, what trains moves and nothing else does, the first ratio is 1, and sampling afterwards runs
     on the moved weights.
 
-    family: says how it samples and what a request brings besides its texts, as `kit.Family` does.
+    family: says how it samples and what a request brings besides its texts, as `kit.Family` does. sampling: what is
+        sampled otherwise.
     """
     make, changes = ALGORITHMS[method]
-    params = family.sampling(num_inference_steps=4, samples_per_prompt=SAMPLES_PER_PROMPT, **changes)
+    params = family.sampling(num_inference_steps=4, samples_per_prompt=SAMPLES_PER_PROMPT, **changes | sampling)
     backend = FSDPBackend(pipeline.bundle, optimizer=OptimizerConfig(learning_rate=1e-2), device="cpu")
     engine = TrainsideRolloutEngine(pipeline, backend, forward_batch_size=4)
     stack = TrainStack(backend, {"image": make(pipeline, backend)}, micro_batch_size=4, max_grad_norm=1.0)

@@ -16,7 +16,7 @@ from unirl.models.pipeline import DiffusionPipeline
 from unirl.sde.loop import Velocity, transition_rows
 from unirl.sde.noise import initial_noise
 from unirl.types.batch import same_value
-from unirl.types.conditions import Condition
+from unirl.types.conditions import Condition, ImageLatentCondition
 from unirl.types.errors import ContractError
 from unirl.types.media import Images, Primitive, Texts
 from unirl.types.protocols.models import Conditions
@@ -41,6 +41,8 @@ class Case:
     """What switches guidance off."""
     cut_frames: int = 0
     """Sampled frames that are not decoded."""
+    has_history: bool = False
+    """True if a velocity needs the clean latents of earlier chunks, in the slot "history"."""
     _rollout: tuple[dict[str, Condition], LatentSegment] | None = field(default=None, init=False)
 
     @property
@@ -52,7 +54,10 @@ class Case:
         if self._rollout is None:
             with self.pipeline.evaluating():
                 conditions = self.pipeline.encode(self.primitives, self.params)
-                self._rollout = conditions, self.sample(conditions, KEYS)
+                segment = self.sample(conditions, KEYS)
+            if self.has_history:
+                conditions["history"] = ImageLatentCondition(latents=segment.clean_latents)
+            self._rollout = conditions, segment
         return self._rollout
 
     def sample(self, conditions: dict[str, Condition], keys: list[str]) -> LatentSegment:
@@ -104,6 +109,8 @@ def guidance_one_is_no_guidance(case: Case) -> None:
     conditions, segment = case.rollout()
     off = case.without_guidance()
     alone = case.pipeline.encode(case.primitives, off)
+    if case.has_history:
+        alone["history"] = conditions["history"]
     assert set(alone) == {name for name in conditions if not name.startswith("negative_")}
     x, sigma, step = _mixed_rows(segment)
     with case.pipeline.evaluating():
@@ -373,3 +380,11 @@ CHECKS = [
     decode_gives_pixels,
     evaluating_restores_every_mode,
 ]
+
+ALONE = (
+    samples_with_one_start_take_their_first_steps_together,
+    shared_steps_are_taken_once_and_replay_bit_equal,
+    samples_with_their_own_step_are_those_of_that_step_alone,
+    ended_early_and_continued_it_has_the_bits_of_the_whole,
+)
+"""What needs samples that share steps or end early, which a model that makes chunks refuses or leaves out."""

@@ -91,6 +91,9 @@ class Family:
     """Pixels on a side of what is decoded in tiles: enough for sixteen of them."""
     tile: int | None = 32
     """Pixels on a side of a tile; None for a tiny decoder that holds no more than the pixels that it makes."""
+    makes_chunks: bool = False
+    """True if a video is made chunk by chunk: replays read the history of each in the segment, and samples are walked
+    alone and to their end, see `ALONE` of the contract."""
     tolerance: float = 1e-5
     """Largest relative error against the stock pipeline; a family with more says why next to it."""
     load_lora: Callable[[Any, Path], None] = lambda stock, folder: stock.load_lora_weights(str(folder))

@@ -56,6 +56,9 @@ class Released:
     """Frames per latent frame after the first; 0 of a family of images."""
     beside: float = 0.0
     """Billions of frozen parameters beside (image encoders), in the dtype of what trains."""
+    reread: float = 1.0
+    """Tokens of all forwards of one prediction, per token of its latents: more than 1 where a chunk of a video reads
+    those before it again."""
     experts: int = 1
     """Transformers that rows are routed to."""
 

@@ -416,6 +416,7 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
         },
     },
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"transformer": _WAN_1_3B},
+    "nvidia/AnyFlow-FAR-Wan2.1-1.3B-Diffusers": {"transformer": _WAN_1_3B},
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": {
         "transformer": {
             "num_attention_heads": 24,

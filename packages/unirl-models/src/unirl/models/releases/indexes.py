@@ -107,6 +107,12 @@ _WAN_VACE: Index = {
     "_class_name": "WanVACEPipeline",
     "transformer": "diffusers.WanVACETransformer3DModel",
 }
+_ANYFLOW_FAR: Index = {
+    **_WAN,
+    "_class_name": "AnyFlowFARPipeline",
+    "scheduler": "diffusers.FlowMapEulerDiscreteScheduler",
+    "transformer": "diffusers.AnyFlowFARTransformer3DModel",
+}
 _HUNYUAN_VIDEO: Index = {
     "_class_name": "HunyuanVideoPipeline",
     "scheduler": _EULER,
@@ -197,6 +203,8 @@ INDEXES: Mapping[str, Index] = {
     "zai-org/CogVideoX1.5-5B": _COGVIDEOX,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _WAN,
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": _WAN,
+    "nvidia/AnyFlow-FAR-Wan2.1-1.3B-Diffusers": _ANYFLOW_FAR,
+    "nvidia/AnyFlow-FAR-Wan2.1-14B-Diffusers": _ANYFLOW_FAR,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {
         **_WAN,
         "boundary_ratio": 0.875,

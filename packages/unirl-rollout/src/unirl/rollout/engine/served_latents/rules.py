@@ -13,6 +13,11 @@ FLUX2_DEV_IS_NOT_COMPARED = (
     "its pipeline of FLUX.2 dev has not been compared with the model that trains, and is not called."
 )
 
+CHUNKS_ARE_NOT_SERVED = (
+    "AnyFlow FAR makes a video chunk by chunk, each given the clean ones before, and no sampler of this "
+    "engine that does so has been compared with it."
+)
+
 
 def family_is_served(
     bundles: tuple[str, ...],

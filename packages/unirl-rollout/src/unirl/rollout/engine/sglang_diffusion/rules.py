@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, REPLICA, TRANSFORMER
 from unirl.rollout.engine.served_latents.rules import (
+    CHUNKS_ARE_NOT_SERVED,
     FLUX2_DEV_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
@@ -93,10 +94,11 @@ RULES = (
             "HunyuanVideoBundle",
             "ZImageBundle",
         ),
-        without=("WanAnimateBundle",),
+        without=("WanAnimateBundle", "AnyFlowFARBundle"),
         reasons={
             "QwenImageEditBundle": EDITS_ALONE,
             "HunyuanVideoImageBundle": TEXTS_ALONE,
+            "AnyFlowFARBundle": CHUNKS_ARE_NOT_SERVED,
             "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
         },
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirl.rollout.engine.served_latents.rules import (
+    CHUNKS_ARE_NOT_SERVED,
     FLUX2_DEV_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
@@ -49,8 +50,12 @@ def requests_are_batches(own: Part, run: Run) -> Messages:
 RULES = (
     family_is_served(
         BUNDLES,
-        without=("WanAnimateBundle", "LTX23Bundle"),
-        reasons={"Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED, "LTX23Bundle": LTX23_IS_NOT_COMPARED},
+        without=("WanAnimateBundle", "AnyFlowFARBundle", "LTX23Bundle"),
+        reasons={
+            "AnyFlowFARBundle": CHUNKS_ARE_NOT_SERVED,
+            "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
+            "LTX23Bundle": LTX23_IS_NOT_COMPARED,
+        },
     ),
     kernel_is_served(KERNELS),
     sampling_is_served,
