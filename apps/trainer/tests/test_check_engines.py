@@ -115,6 +115,16 @@ def findings(name, *overrides):
             "VLLMOmniEngine does not serve LTX23Bundle: its LTX-2 has not been compared with LTX-2.3, and is given",
         ),
         (
+            "anyflow/cmgrpo",
+            ["parts/engine=vllm_omni"],
+            "VLLMOmniEngine does not serve AnyFlowFARBundle: AnyFlow FAR makes a video chunk by chunk",
+        ),
+        (
+            "anyflow/cmgrpo",
+            ["parts/engine=sglang_diffusion"],
+            "SGLangDiffusionEngine does not serve AnyFlowFARBundle: AnyFlow FAR makes a video chunk by chunk",
+        ),
+        (
             "flux2_dev/grpo",
             ["parts/engine=vllm_omni"],
             "VLLMOmniEngine does not serve Flux2DevBundle: its pipeline of FLUX.2 dev has not been compared",

@@ -35,6 +35,7 @@ RELEASED = {
     "hunyuanvideo-community/HunyuanImage-2.1-Diffusers": (50, 3.5),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": (50, 6.0),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": (50, 6.0),
+    "nvidia/AnyFlow-FAR-Wan2.1-1.3B-Diffusers": (4, 1.0),
     "stabilityai/stable-diffusion-3.5-medium": (40, 4.5),
     "stabilityai/stable-diffusion-xl-base-1.0": (50, 5.0),
     "tencent/HunyuanImage-3.0-Instruct": (50, 5.0),

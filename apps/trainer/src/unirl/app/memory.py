@@ -274,7 +274,8 @@ class _Estimate:
         rows = min(self.algorithm.get("rows_per_forward") or math.inf, micro * self.num_steps())
         # A sampler that is unrolled makes a forward per step, all of which wait for the backward.
         together = micro if has_reward and self.algorithm.ability("trained_rows") is None else rows
-        row = self.sizes.width * self._compute_bytes * self.tokens * self.num_branches
+        tokens = self.tokens * self.sizes.reread
+        row = self.sizes.width * self._compute_bytes * tokens * self.num_branches
         how, kept = self.fsdp.get("activation_checkpointing"), self.sizes.kept_per_token
         if self.fsdp.get("activation_offload") and not how and not self.algorithm.get("is_checkpointed"):
             return {"activations": self.sizes.most_offloaded * rows * row}
