@@ -253,6 +253,12 @@ def test_what_is_right_passes(name, changes):
     check_recipe(changed(resolved(f"worlds/shapes/{name}"), changes))
 
 
+@pytest.mark.parametrize("name", ["branchgrpo", "flashgrpo", "tempflow_branching"])
+def test_a_replica_samples_what_the_model_that_trains_does(name):
+    register_resolvers()
+    check_recipe(resolve(compose(f"worlds/shapes/{name}", ["parts/engine=replica", "parts/layout=together"])))
+
+
 @pytest.mark.parametrize("name", [name for name in available() if name.startswith("sd3/")])
 def test_the_activations_of_a_real_sd3_fit_a_gpu(name):
     """At most twelve rows in one forward, guidance counted: 32 of 80 GB, see docs/guides/sd35.md; or recomputation."""

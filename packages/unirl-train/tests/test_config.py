@@ -48,6 +48,18 @@ class Model(Base):
     name: ClassVar[str] = "model"
     colour: ClassVar[str] = COLOUR
 
+class Mixing(Base):
+    pass
+
+class Mixed(Mixing, Model):
+    pass
+
+class Overriding(Base):
+    flag = False
+
+class Diamond(Mixing, Overriding):
+    pass
+
 class Loose(argparse.Namespace):
     pass
 
@@ -173,6 +185,19 @@ def test_signature_of_a_dataclass_leaves_out_what_init_does_not_take(some_models
         "speed": True,
         "shares": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "lineage"),
+    [
+        ("Diamond", False, ["Diamond", "Mixing", "Overriding", "Base"]),
+        ("Mixed", True, ["Mixed", "Mixing", "Model", "Base"]),
+    ],
+)
+def test_what_a_later_base_overrides_of_a_common_one_holds_as_python_has_it(some_models, name, flag, lineage):
+    target = read_target(f"{some_models}.{name}")
+    assert target.constants["flag"] is flag
+    assert [path.rsplit(".", 1)[-1] for path in target.lineage] == lineage
 
 
 def test_functions_re_exports_and_unreadable_bases_have_signatures_too(some_models):

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec
@@ -168,7 +168,7 @@ def _declared(target: Target, owner: ast.ClassDef, module: Module) -> Target:
     """The target with the declarations of a class and its bases added."""
     constants: dict[str, object] = {}
     rules: list[str] = []
-    lineage = list(_lineage(owner, module, 0))
+    lineage = _in_order(_lineage(owner, module, 0))
     for node, where in reversed(lineage):
         own = _constants(node, where)
         constants.update(own)
@@ -301,8 +301,18 @@ def _function_parameters(
     return parameters, arguments.kwarg is not None
 
 
+def _in_order(lineage: Iterable[tuple[ast.ClassDef, Module]]) -> list[tuple[ast.ClassDef, Module]]:
+    """The same, a base of several only after the last of them, as Python looks attributes up."""
+    found: dict[str, tuple[ast.ClassDef, Module]] = {}
+    for node, where in lineage:
+        name = f"{where.name}.{node.name}"
+        found.pop(name, None)
+        found[name] = (node, where)
+    return list(found.values())
+
+
 def _lineage(node: ast.ClassDef, module: Module, depth: int) -> Iterator[tuple[ast.ClassDef, Module]]:
-    """The class and its bases, nearest first."""
+    """The class and its bases, nearest first; a base of several once for each."""
     yield node, module
     for base, base_module in _bases(node, module):
         if base is not None and depth < MAX_DEPTH:
