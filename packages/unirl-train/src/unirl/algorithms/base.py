@@ -138,6 +138,8 @@ class StageAlgorithm(ABC):
     """True if advantages must be weights of at least 0 (`unirl.algorithms.sample_weights`)."""
     takes_media_advantages: ClassVar[bool] = False
     """True if each medium of a sample has its own advantage (`unirl.algorithms.routed_advantages`)."""
+    takes_regions: ClassVar[bool] = False
+    """True if it can weigh places of a sample by the attention that they got (`LatentSegment.regions`)."""
     teacher_option: ClassVar[str | None] = None
     """Keyword that names the policy it asks, which neither trains nor samples; it comes through `use_teacher`."""
     takes_stale_samples: ClassVar[bool] = False

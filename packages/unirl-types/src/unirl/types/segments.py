@@ -144,6 +144,9 @@ class LatentSegment(Segment):
     (`RolloutTrack.policy_versions`)."""
     unfinished: UnfinishedSteps | None = per_sample(default=None)
     """Absent: all samples are finished."""
+    regions: dict[str, Tensor] = per_sample(default_factory=dict)
+    """[B, f, h, w] float32 by medium: how much attention the other medium paid to each place of this one while it was
+    sampled. The medium's slice of a latent is some such maps, channel after channel. Empty where nothing was noted."""
     params: DiffusionSamplingParams | None = shared(default=None)
     """What the trajectory was sampled with; replay uses these and no others."""
 
@@ -174,6 +177,9 @@ class LatentSegment(Segment):
                     f"LatentSegment.{name} {tuple(value.shape)} must start with [B, S] = "
                     f"[{self.latents.shape[0]}, {len(self.sde_indices)}]"
                 )
+        flat = {medium: tuple(maps.shape) for medium, maps in self.regions.items() if maps.ndim != 4}
+        if flat:
+            raise ContractError(f"LatentSegment.regions {flat} must be [B, f, h, w]")
         if self.own_steps is not None and not set(self.own_steps.tolist()) <= set(self.sde_indices):
             raise ContractError(f"own_steps {self.own_steps.tolist()} must be stochastic steps, {self.sde_indices}")
         if self.versions is not None and self.versions.shape != (self.latents.shape[0], self.num_steps):

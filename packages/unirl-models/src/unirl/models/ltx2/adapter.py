@@ -10,10 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from unirl.models.adapter import TIMESTEPS_PER_SIGMA, require_condition
+from unirl.models.adapter import TIMESTEPS_PER_SIGMA, num_rows, require_condition
 from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
 from unirl.models.ltx2.bundle import LTX2Bundle
+from unirl.models.ltx2.regions import RegionMaps
+from unirl.sde.loop import Velocity
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
 from unirl.types.media import Audios, Images, Modality, Videos
@@ -37,6 +39,8 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
     default_sequence_length = 1024
     longest_sequence = 1024
     fps = FRAMES_PER_SECOND
+    regions: RegionMaps | None = None
+    """What notes the sound's attention to the video; None where nothing does."""
 
     @property
     def geometry(self) -> Geometry:
@@ -85,6 +89,11 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         """Latents [B, ...] as those of video [B, C, f, h, w] and of audio [B, A, P, M]."""
         video, audio = (latents[:, own] for own in self.part_slices(params))
         return video.unflatten(1, self.video_shape(params)), audio.unflatten(1, self.audio_shape(params))
+
+    def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
+        """As every family, and watched by `regions`."""
+        velocity = super().bind(conditions, params)
+        return velocity if self.regions is None else self.regions.watched(velocity, num_rows(conditions))
 
     def predict(self, x_R: Tensor, sigma_R: Tensor, conditions: Conditions, params: DiffusionSamplingParams) -> Tensor:
         """Velocity [R, C f h w + A P M] of the transformer, fed 1000 sigma."""

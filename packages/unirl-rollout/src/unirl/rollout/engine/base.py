@@ -73,6 +73,8 @@ class BaseRolloutEngine(ABC):
     """Diffusion only: True if samples can share their first steps (`unirl.types.branching`)."""
     takes_own_steps: ClassVar[bool] = False
     """Diffusion only: True if samples can have one stochastic step each (`RolloutReq.own_steps`)."""
+    keeps_regions: ClassVar[bool] = False
+    """Diffusion only: True if samples keep what the pipeline notes of its attention (`LatentSegment.regions`)."""
     takes_media: ClassVar[bool] = False
     """True if the model receives the images and videos of a request."""
     takes_media_of: ClassVar[tuple[str, ...] | None] = None

@@ -47,6 +47,7 @@ class OfflineRolloutEngine(TrainsideRolloutEngine):
 
     needs_images: ClassVar[bool] = True
     gives_logp: ClassVar[bool] = False
+    keeps_regions: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class TrainsideRolloutEngine(DirectSampling, PipelineEngine):
     shares_steps: ClassVar[bool] = True
     takes_own_steps: ClassVar[bool] = True
     takes_sizes: ClassVar[bool] = True
+    keeps_regions: ClassVar[bool] = True
 
     def __init__(
         self,
