@@ -14,6 +14,8 @@ from .changed_recipes import changed
 JOINT, ONE_MEDIUM = "ltx2/omni_nft", "hunyuan_video15/t2v_nft"
 ROUTED = "unirl.algorithms.routed_advantages.RoutedAdvantages"
 WEIGHTED = "unirl.algorithms.advantages.AdvantageConfig"
+NO_REGIONS = {"pipeline.region_steps": None, "algorithm.region_weight": ..., "algorithm.region_warmup": ...}
+REGIONS = {"pipeline.region_steps": [0.5, 0.9], "algorithm.region_weight": 1.5}
 OMNI_NFT, NFT = "unirl.algorithms.omni_nft.OmniNFT", "unirl.algorithms.diffusion_nft.DiffusionNFT"
 
 
@@ -51,7 +53,7 @@ def recipes():
         ),
         (
             JOINT,
-            {"algorithm._target_": NFT},
+            {"algorithm._target_": NFT, **NO_REGIONS},
             "advantages.routes gives each medium its own advantage, and DiffusionNFT has one per sample. Set "
             f"algorithm._target_: {OMNI_NFT}, or advantages._target_: {WEIGHTED}.",
         ),
@@ -98,8 +100,46 @@ def recipes():
         ),
         (
             JOINT,
-            {"algorithm.region_weights": True},
-            "algorithm.region_weights",
+            {"pipeline.region_steps": None, "algorithm.region_weight": 1.5},
+            "algorithm.region_weight = 1.5 weighs places of the video by the attention of the sound, and nothing notes "
+            "it. Set pipeline.region_steps: [0.5, 0.9].",
+        ),
+        (
+            ONE_MEDIUM,
+            {"algorithm._target_": OMNI_NFT, "algorithm.region_weight": 1.5},
+            "algorithm.region_weight = 1.5 weighs places of the video by the attention of the sound, which "
+            "HunyuanVideo15Pipeline does not note. Set algorithm.region_weight: 1, or a model whose sound",
+        ),
+        (
+            JOINT,
+            {"algorithm.region_weight": 0.9},
+            "algorithm.region_weight = 0.9 must be at least 1",
+        ),
+        (
+            JOINT,
+            {"algorithm.region_weight": 1, "algorithm.region_warmup": 400, "pipeline.region_steps": None},
+            "algorithm.region_warmup = 400 does nothing with algorithm.region_weight = 1. Set it to 0.",
+        ),
+        (
+            JOINT,
+            {**NO_REGIONS, "pipeline.region_steps": [0.5, 0.9]},
+            "pipeline.region_steps = [0.5, 0.9] notes attention that algorithm does not use. Set "
+            "pipeline.region_steps: null, or region_weight above 1",
+        ),
+        (
+            JOINT,
+            {**REGIONS, "pipeline.region_steps": [0.9, 0.5]},
+            "pipeline.region_steps = [0.9, 0.5] is not the first and the last share of the steps. Set [0.5, 0.9].",
+        ),
+        (
+            JOINT,
+            {**REGIONS, "pipeline.region_blocks": [10, 48]},
+            "pipeline.region_blocks names block 48 of 48, counted from 0. End at 47.",
+        ),
+        (
+            JOINT,
+            {**REGIONS, "sampling.branch_steps": [0], "sampling.branch_factors": [8]},
+            "pipeline.region_steps = [0.5, 0.9] notes the attention of every sample, and sampling.branch_steps has",
         ),
     ],
 )
@@ -125,3 +165,16 @@ def test_a_route_that_teaches_nothing_is_refused_before_weights_are_read(recipes
 def test_a_component_of_a_scorer_may_be_routed_by_itself_and_one_component_to_both_media(recipes):
     routes = {"video": {"video/frames": 1.0, "clap": 0.5}, "audio": {"clap": 1.0}}
     check_recipe(changed(recipes[JOINT], {"advantages.routes": routes}))
+
+
+def test_an_engine_that_samples_with_another_implementation_notes_no_regions():
+    register_resolvers()
+    served = resolve(compose(JOINT, ["parts/engine=vllm_omni", "parts/layout=colocated"]))
+    message = (
+        "pipeline.region_steps = [0.5, 0.9] notes attention of this pipeline, and VLLMOmniEngine samples with another "
+        "implementation. Set engine._target_: unirl.rollout.engine.replica.engine.ReplicaRolloutEngine, or"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_recipe(served)
+    check_recipe(changed(served, NO_REGIONS))
+    check_recipe(resolve(compose(JOINT, ["parts/engine=replica", "parts/layout=colocated"])))

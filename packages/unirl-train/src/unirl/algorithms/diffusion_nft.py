@@ -94,9 +94,17 @@ class DiffusionNFT(FollowedByOldPolicy):
         return Velocities(rows.velocity(), v_old, v_reference)
 
     def loss_of(
-        self, v: Velocities, rows: ForwardRows, advantage_R: Tensor, metrics: RowMetrics
+        self,
+        v: Velocities,
+        rows: ForwardRows,
+        advantage_R: Tensor,
+        metrics: RowMetrics,
+        place_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Loss and penalty per row, [R] each: means over the elements that `v` and `rows` hold."""
+        """Loss and penalty per row, [R] each: means over the elements that `v` and `rows` hold.
+
+        place_weight: of the elements in the loss, see `nft_loss`; the penalty weighs them alike.
+        """
         advantage_R = mode_advantages(advantage_R, self.advantage_mode)
         r_R = optimality(advantage_R, advantage_max=self.advantage_max)
         branches = nft_loss(
@@ -109,6 +117,7 @@ class DiffusionNFT(FollowedByOldPolicy):
             beta=self.beta,
             advantage_max=self.advantage_max,
             adaptive_weight=self.adaptive_weight,
+            place_weight=place_weight,
         )
         report_clipped(metrics, advantage_R, self.advantage_max)
         metrics.mean("nft/positive_loss", branches.positive_R)

@@ -135,14 +135,14 @@ def optimality(advantage_R: Tensor, *, advantage_max: float) -> Tensor:
     return (clipped / (2 * advantage_max) + 0.5).clamp(0.0, 1.0)
 
 
-def _weighted_error(x0_hat: Tensor, x0: Tensor, is_adaptive: bool) -> Tensor:
+def _weighted_error(x0_hat: Tensor, x0: Tensor, is_adaptive: bool, place_weight: Tensor | None = None) -> Tensor:
     dims = tuple(range(1, x0.ndim))
     error = (x0_hat - x0).square()
-    if not is_adaptive:
-        return error.mean(dim=dims)
-    with torch.no_grad():
-        weight = (widened(x0_hat) - widened(x0)).abs().mean(dim=dims, keepdim=True).clamp(min=1e-5)
-    return (error / weight.to(error.dtype)).mean(dim=dims)
+    if is_adaptive:
+        with torch.no_grad():
+            weight = (widened(x0_hat) - widened(x0)).abs().mean(dim=dims, keepdim=True).clamp(min=1e-5)
+        error = error / weight.to(error.dtype)
+    return (error if place_weight is None else error * place_weight).mean(dim=dims)
 
 
 def nft_loss(
@@ -156,6 +156,7 @@ def nft_loss(
     beta: float,
     advantage_max: float,
     adaptive_weight: bool = True,
+    place_weight: Tensor | None = None,
 ) -> NFTLoss:
     """Negative-aware fine-tuning on the forward process, to be minimised.
 
@@ -164,17 +165,20 @@ def nft_loss(
         L = A_max / beta * [ r mean((x0+ - x0)^2 / w+) + (1 - r) mean((x0- - x0)^2 / w-) ]
 
     v_new carries gradients, v_old none; all [R, ...] float32. sigma_R, optimality_R: [R].
+    place_weight: factors of the squared errors [R, ...], with mean 1 in a row; None: 1. w+- is without them.
     At v_new = v_old the gradient is A times the (weighted) flow-matching gradient for any beta.
     Source: Zheng et al. 2025 (arXiv 2509.16117), with the adaptive weight of its reference implementation.
     """
     same_shape(v_new=v_new, v_old=v_old, x_t=x_t, x0=x0)
+    if place_weight is not None:
+        same_shape(x0=x0, place_weight=place_weight)
     same_shape(sigma_R=sigma_R, optimality_R=optimality_R)
     v_old = v_old.detach()
     sigma = sigma_R.reshape(-1, *(1,) * (x_t.ndim - 1))
     positive = x_t - sigma * ((1 - beta) * v_old + beta * v_new)
     negative = x_t - sigma * ((1 + beta) * v_old - beta * v_new)
-    positive_R = _weighted_error(positive, x0, adaptive_weight)
-    negative_R = _weighted_error(negative, x0, adaptive_weight)
+    positive_R = _weighted_error(positive, x0, adaptive_weight, place_weight)
+    negative_R = _weighted_error(negative, x0, adaptive_weight, place_weight)
     loss_R = advantage_max / beta * (optimality_R * positive_R + (1 - optimality_R) * negative_R)
     return NFTLoss(loss_R, positive_R, negative_R)
 

@@ -1,14 +1,14 @@
 """OmniNFT: DiffusionNFT on latents that hold several media, each with its own advantages.
 
-Source: Zhang et al. 2026 (arXiv 2605.12480), modality-wise advantage routing; how the losses of the media are joined is
-that of the authors' code.
+Source: Zhang et al. 2026 (arXiv 2605.12480), modality-wise advantage routing and region-wise loss reweighting; how the
+losses of the media are joined, and the weights of regions, are those of the authors' code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from unirl.algorithms.base import LossPart, MicroBatch, RowMetrics
 from unirl.algorithms.diffusion_nft import DiffusionNFT, Velocities
 from unirl.algorithms.forward_process import ForwardRows
-from unirl.algorithms.omni_nft_rules import weights_problem
-from unirl.types.bounds import bounded
+from unirl.algorithms.omni_nft_rules import warmup_of_nothing, weights_problem
+from unirl.algorithms.regions import element_weights, region_weights
+from unirl.types.bounds import Bounds, NonNegativeInt, bounded
 from unirl.types.errors import ConfigError, ContractError
 from unirl.types.protocols.models import JointPipeline
 from unirl.types.protocols.training import PolicyStore
@@ -34,13 +35,18 @@ class OmniNFT(DiffusionNFT):
     r_m comes from the advantages of `unirl.algorithms.routed_advantages`. The penalty towards the reference is taken
     per medium too, so that a long video does not drown its sound.
     media_weights: w_m by medium; 1 for those that are not named.
+    region_weight: most that a place of the video weighs in its L_NFT, where the least is 1, by the attention that the
+        sound paid to it while it was sampled (`unirl.algorithms.regions.region_weights`, and the pipeline's
+        `region_steps`); 1: all weigh the same. The authors have 1.5. The penalty and the adaptive weight stay as they
+        are.
+    region_warmup: rollouts after which it is reached, from 1 in the first; the authors have 400.
     Everything else: see `DiffusionNFT`. A latent of one medium gives DiffusionNFT's loss.
-    The paper's region weights, from maps of cross-attention while sampling, are not here: the attention kernels give no
-    maps. Raises ConfigError for weights below 0, or none above it.
+    Raises ConfigError for weights below 0, or none above it, and for a warmup of nothing.
     """
 
     recipe_rules: ClassVar[str] = "unirl.algorithms.omni_nft_rules"
     takes_media_advantages: ClassVar[bool] = True
+    takes_regions: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,13 +54,19 @@ class OmniNFT(DiffusionNFT):
         policies: PolicyStore,
         *,
         media_weights: Mapping[str, float] | None = None,
+        region_weight: Annotated[float, Bounds(ge=1)] = 1.0,
+        region_warmup: NonNegativeInt = 0,
         **options: Any,  # Any: the keywords of DiffusionNFT
     ) -> None:
         problem = weights_problem("algorithm.media_weights", media_weights or {})
         if problem is not None:
             raise ConfigError(problem)
+        if region_warmup and region_weight == 1:
+            raise ConfigError(warmup_of_nothing("algorithm", region_warmup))
         super().__init__(pipeline, policies, **options)
         self._joint = pipeline
+        self.region_weight = region_weight
+        self.region_warmup = region_warmup
         self.media_weights = dict(media_weights or {})
 
     def losses(self, micro: MicroBatch) -> Iterator[LossPart]:
@@ -64,13 +76,17 @@ class OmniNFT(DiffusionNFT):
             raise ContractError("the segment does not say how it was sampled; the engine must set its params")
         slices = self._joint.media_slices(params)
         share = self._shares(slices)
-        advantages = self._advantages(micro, slices)
+        advantages, regions = self._advantages(micro, slices), self._regions(micro, slices)
         for _, rows in self.forward_rows(micro):
             velocities, metrics = self.velocities(rows), RowMetrics()
             policy_R, penalty_R = torch.zeros_like(rows.sigma_R), torch.zeros_like(rows.sigma_R)
             for medium, where in slices.items():
-                own, advantage_R = RowMetrics(), advantages[medium][rows.sample_R]
-                loss, penalty = self.loss_of(sliced(velocities, where), sliced(rows, where), advantage_R, own)
+                own, advantage_R, part = RowMetrics(), advantages[medium][rows.sample_R], sliced(rows, where)
+                weight = None
+                if medium in regions:
+                    weight = element_weights(regions[medium][rows.sample_R], part.x0)
+                    metrics.max(f"nft/{medium}/region_weight_max", weight)
+                loss, penalty = self.loss_of(sliced(velocities, where), part, advantage_R, own, weight)
                 policy_R, penalty_R = policy_R + share[medium] * loss, penalty_R + share[medium] * penalty
                 metrics.merge(own)
                 metrics.mean(f"nft/{medium}/loss", loss)
@@ -87,6 +103,21 @@ class OmniNFT(DiffusionNFT):
         weights = {medium: self.media_weights.get(medium, 1.0) for medium in slices}
         total = sum(weights.values())
         return {medium: weight / total for medium, weight in weights.items()}
+
+    def _regions(self, micro: MicroBatch, slices: Mapping[str, slice]) -> dict[str, Tensor]:
+        """Weights of places [B, f, h, w], on the device of the latents, of each medium that has some."""
+        if self.region_weight == 1:
+            return {}
+        maps = micro.segment.regions
+        if not maps or not set(maps) <= set(slices):
+            raise ContractError(
+                f"algorithm.region_weight = {self.region_weight:g} needs maps of attention of {sorted(slices)}, the "
+                f"samples bring {sorted(maps)}. Set pipeline.region_steps: [0.5, 0.9] and an engine that samples with "
+                "the pipeline."
+            )
+        share = min(self.num_rollouts / self.region_warmup, 1.0) if self.region_warmup else 1.0
+        most, device = 1.0 + (self.region_weight - 1.0) * share, micro.segment.latents.device
+        return {medium: region_weights(found.to(device), most) for medium, found in maps.items()}
 
     def _advantages(self, micro: MicroBatch, slices: Mapping[str, slice]) -> dict[str, Tensor]:
         """[B] of each medium, in the order of the latent."""

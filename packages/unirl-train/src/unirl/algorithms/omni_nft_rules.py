@@ -25,6 +25,11 @@ def weights_problem(at: str, weights: Mapping[str, float], media: Collection[str
     return None
 
 
+def warmup_of_nothing(at: str, warmup: int) -> str:
+    """Message for a warmup of regions that all weigh the same."""
+    return f"{at}.region_warmup = {warmup} does nothing with {at}.region_weight = 1. Set it to 0."
+
+
 def model_has_media(own: Part, run: Run) -> Messages:
     """The latent holds several media, whose names the weights use, and one of them counts."""
     pipeline, media = _pipeline_of(own, run), _media_of(own, run)
@@ -57,6 +62,27 @@ def advantages_are_routed(own: Part, run: Run) -> Messages:
         )
 
 
+def regions_are_known(own: Part, run: Run) -> Messages:
+    """The model notes the attention that weighs regions, and regions have weights where these are to warm up."""
+    most, warmup = own.get("region_weight"), own.get("region_warmup")
+    if most == 1:
+        if warmup:
+            yield warmup_of_nothing(own.at, warmup)
+        return
+    pipeline, said = _pipeline_of(own, run), f"{own.at}.region_weight = {most:g}"
+    if "region_steps" in pipeline.keywords:
+        if pipeline.get("region_steps") is None:
+            yield (
+                f"{said} weighs places of the video by the attention of the sound, and nothing notes it. Set "
+                f"{pipeline.at}.region_steps: [0.5, 0.9]."
+            )
+    elif not pipeline.takes_any:
+        yield (
+            f"{said} weighs places of the video by the attention of the sound, which {pipeline.name} does not note. "
+            f"Set {own.at}.region_weight: 1, or a model whose sound attends to its video (LTX-2)."
+        )
+
+
 def _pipeline_of(own: Part, run: Run) -> Part:
     policy = run.policy_of(own)
     return policy.pipeline_of(next(name for name, part in policy.algorithms.items() if part is own))
@@ -68,4 +94,4 @@ def _media_of(own: Part, run: Run) -> tuple[str, ...]:
     return media if isinstance(media, tuple) else ()
 
 
-RULES = (model_has_media, advantages_are_routed)
+RULES = (model_has_media, advantages_are_routed, regions_are_known)
