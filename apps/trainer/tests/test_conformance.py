@@ -80,6 +80,20 @@ def test_what_was_not_measured_stays_in_the_table():
     assert whole["not measured"] == {"sglang": "needs its environment"}
 
 
+def test_of_a_part_of_the_cases_the_other_cells_stay_and_none_is_gone():
+    found = table()
+    found["cells"]["sd3"]["replica"] = {"rewards": True, "sigmas": False}
+    whole = merged(found, table(), is_partial=True)
+    assert whole["cells"]["sd3"]["replica"] == {**ROW, "rewards": True, "sigmas": False}
+    assert worse(found, table(), is_partial=True) == ["sd3 on replica, sigmas: held, and does not"]
+    assert len(worse(found, table())) == len(ROW)
+
+
+def test_cases_are_measured_that_are_asked_for():
+    row = measure(["sd3"], ["trainside"], ["lora"])["cells"]["sd3"]["trainside"]
+    assert list(row) == ["adapter push"]
+
+
 def test_versions_of_engines_are_those_of_their_environments_and_stay_in_the_table():
     own = matrix._versions_in(Path(sys.executable), ("torch", "no-such-package"))
     assert own == {"torch": metadata.version("torch")}
@@ -147,6 +161,10 @@ def test_the_command_names_models_and_engines(tmp_path, capsys, monkeypatch):
     for words, said in (
         (["sd4"], "conformance has no model sd4. It has: sd3, "),
         (["--engines", "replica,vllm2"], "conformance has no engine vllm2. It has: trainside, replica, "),
+        (
+            ["--cases", "lora,ppo"],
+            "conformance has no case ppo. It has: flow_grpo, mix_grpo, nft, awm, grpo, drpo, lora",
+        ),
         (["seed=1"], "conformance takes names of models alone"),
         (["--against", str(tmp_path / "none.json")], "holds no table of trainer conformance"),
         (["--against", str(broken)], "its schema is 0, this trainer writes 1"),

@@ -52,6 +52,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "trust": ("run", "eval", "export"),
     "output": ("eval", "plan", "bench", "profile", "compare", "conformance"),
     "engines": ("conformance",),
+    "cases": ("conformance",),
     "against": ("eval", "conformance"),
     "suite": ("eval",),
     "stage": ("eval",),
@@ -279,6 +280,7 @@ def _parser(*, takes_size: bool) -> argparse.ArgumentParser:
     parser.add_argument("--suite", metavar="NAME", help="eval: a benchmark, such as geneval; a wrong name lists them")
     parser.add_argument("--stage", metavar="STAGE", help="eval --suite: generate or score alone; else both")
     parser.add_argument("--engines", metavar="A,B", help="conformance: these alone")
+    parser.add_argument("--cases", metavar="A,B", help="conformance: these algorithms alone, or lora")
     parser.add_argument(
         "--against",
         metavar="FILE",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unirl.app.command_line import Command
 from unirl.app.conformance.cases import MODELS
-from unirl.app.conformance.matrix import SCHEMA, Table, engine_names, measure, merged, problems, worse
+from unirl.app.conformance.matrix import SCHEMA, Table, case_names, engine_names, measure, merged, problems, worse
 from unirl.app.conformance.page import page
 from unirl.app.environment import settle_on_cpu
 from unirl.app.run_directory import make_folder
@@ -18,9 +18,9 @@ from unirl.types.errors import ConfigError
 
 
 def measure_matrix(command: Command) -> int:
-    """Measure the models and engines that the command names, all where it names none; returns the exit status.
+    """Measure the models, engines and cases that the command names, all where it names none; returns the exit status.
 
-    --output: the table as JSON, and as a page next to it (.md). What the file has of other models and engines stays.
+    --output: the table as JSON, and as a page next to it (.md). What the file has of what was not measured stays.
     --against: cells that got worse than there are errors. Raises ConfigError for unknown names, unreadable tables and a
     model that the environment names.
     """
@@ -29,6 +29,8 @@ def measure_matrix(command: Command) -> int:
     models = _known(command.recipes or tuple(MODELS), tuple(MODELS), "model")
     named = command.options.get("engines")
     engines = _known(engine_names() if named is None else str(named).split(","), engine_names(), "engine")
+    of_cases = command.options.get("cases")
+    cases = None if of_cases is None else _known(str(of_cases).split(","), case_names(), "case")
     against = command.options.get("against")
     reference = None if against is None else table_of(Path(str(against)))  # before minutes are spent
     output = None if "output" not in command.options else Path(str(command.options["output"]))
@@ -36,14 +38,14 @@ def measure_matrix(command: Command) -> int:
     if output is not None:
         make_folder("the folder of --output,", output.parent)
     settle_on_cpu("cpu")
-    found = measure(models, engines)
+    found, is_partial = measure(models, engines, cases), cases is not None
     if output is None:
         sys.stdout.write(rendered(found))
     else:
-        whole = found if before is None else merged(found, before)
+        whole = found if before is None else merged(found, before, is_partial=is_partial)
         output.write_text(rendered(whole), encoding="utf-8")
         output.with_suffix(".md").write_text(page(whole), encoding="utf-8")
-    lines = problems(found) + ([] if reference is None else worse(found, reference))
+    lines = problems(found) + ([] if reference is None else worse(found, reference, is_partial=is_partial))
     for line in lines:
         sys.stderr.write(f"{line}\n")
     for name, reason in found["not measured"].items():

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGED = re.compile(r"\S*/(?=unirl/worlds/)")
 SCHEMA = 1
+LORA = "lora"
 _SHARED = ("torch", "transformers", "diffusers")
 """Packages that an engine's environment has of its own versions."""
 _ASK_TIMEOUT_S = 120.0
@@ -49,10 +50,11 @@ Cell = bool | float | dict[str, str]
 Table = dict[str, Any]  # Any: JSON
 
 
-def measure(models: Collection[str], engines: Collection[str]) -> Table:
-    """Measure all cases of these models and engines that can run here.
+def measure(models: Collection[str], engines: Collection[str], cases: Collection[str] | None = None) -> Table:
+    """Measure the cases of these models and engines that can run here.
 
-    An engine whose environment is missing is left out, and named in "not measured".
+    cases: names among `case_names`; None measures all. An engine starts for each, and most cells are those of the
+    reference algorithm. An engine whose environment is missing is left out, and named in "not measured".
     """
     cells: dict[str, dict[str, dict[str, Cell]]] = {}
     missing: dict[str, str] = {}
@@ -68,7 +70,7 @@ def measure(models: Collection[str], engines: Collection[str]) -> Table:
             if engine.python is not None and engine.package is not None:
                 served_by[name] = _versions_in(engine.python, (engine.package, *_SHARED))
             logger.info("measuring %s on %s", name, model)
-            cells.setdefault(model, {})[name] = dict(_row(model, name))
+            cells.setdefault(model, {})[name] = dict(_row(model, name, case_names() if cases is None else cases))
     return {
         "schema": SCHEMA,
         "versions": versions(),
@@ -92,10 +94,15 @@ def _versions_in(python: Path, packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
+def case_names() -> tuple[str, ...]:
+    """The algorithms of every kind, and the reference algorithm on LoRA."""
+    return (*dict.fromkeys(name for own in ALGORITHMS.values() for name in own), LORA)
+
+
+def _row(model: str, engine: str, cases: Collection[str]) -> Iterator[tuple[str, Cell]]:
     """The cells of a model on an engine, by name."""
     kind, shows_media = MODELS[model].kind, MODELS[model].shows_media
-    for algorithm in ALGORITHMS[kind]:
+    for algorithm in (name for name in ALGORITHMS[kind] if name in cases):
         try:
             checked = check_recipe(recipe_of(model, engine, algorithm), this_machine())
         except ConfigError as error:
@@ -113,7 +120,8 @@ def _row(model: str, engine: str) -> Iterator[tuple[str, Cell]]:
                     yield "rewards", _cell(reward_parity(run))
         except UniRLError as error:
             yield f"learns: {algorithm}", _failed(error)
-    yield "adapter push", _adapter_push(model, engine, REFERENCE_ALGORITHM[kind])
+    if LORA in cases:
+        yield "adapter push", _adapter_push(model, engine, REFERENCE_ALGORITHM[kind])
 
 
 def _adapter_push(model: str, engine: str, algorithm: str) -> Cell:
@@ -155,9 +163,12 @@ def _failed(error: UniRLError) -> Cell:
 # Against a reference -------------------------------------------------------------------------------------------------
 
 
-def worse(found: Table, reference: Table) -> list[str]:
+def worse(found: Table, reference: Table, *, is_partial: bool = False) -> list[str]:
     """One line for every cell of the reference that got worse, and for every one that is gone although its engine was
-    measured."""
+    measured.
+
+    is_partial: not all cases were measured, so none is gone.
+    """
     lines = []
     for model, engines in reference["cells"].items():
         for engine, row in engines.items():
@@ -165,6 +176,8 @@ def worse(found: Table, reference: Table) -> list[str]:
             if own is None:
                 continue  # this engine was not measured here
             for name, before in row.items():
+                if is_partial and name not in own:
+                    continue
                 reason = _got_worse(before, own.get(name))
                 if reason is not None:
                     lines.append(f"{model} on {engine}, {name}: {reason}")
@@ -185,12 +198,17 @@ def _got_worse(before: Cell, now: Cell | None) -> str | None:
     return None
 
 
-def merged(found: Table, reference: Table) -> Table:
-    """What was measured, with the reference's rows of models and engines that were not."""
-    cells = {
-        model: _by_engine({**reference["cells"].get(model, {}), **found["cells"].get(model, {})})
-        for model in _in_order([*reference["cells"], *found["cells"]])
-    }
+def merged(found: Table, reference: Table, *, is_partial: bool = False) -> Table:
+    """What was measured, with the reference's rows of models and engines that were not.
+
+    is_partial: not all cases were measured; the reference's other cells of these rows stay, too.
+    """
+    cells = {}
+    for model in _in_order([*reference["cells"], *found["cells"]]):
+        before, now = (table["cells"].get(model, {}) for table in (reference, found))
+        if is_partial:
+            now = {engine: {**before.get(engine, {}), **row} for engine, row in now.items()}
+        cells[model] = _by_engine({**before, **now})
     known = {engine for row in cells.values() for engine in row}
     served_by = {**reference.get("engine versions", {}), **found.get("engine versions", {})}
     left = {name: why for name, why in found["not measured"].items() if name not in known}
