@@ -11,31 +11,27 @@ import torch
 from torch import Tensor
 
 from unirl.models.adapter import TIMESTEPS_PER_SIGMA, num_rows, require_condition
-from unirl.models.diffusers_pipeline.adapter import TextConditionedAdapter
 from unirl.models.diffusers_pipeline.geometry import Geometry
+from unirl.models.diffusers_pipeline.video_sound import VideoWithSoundAdapter
 from unirl.models.ltx2.bundle import LTX2Bundle
 from unirl.models.ltx2.regions import RegionMaps
 from unirl.sde.loop import Velocity
 from unirl.types.conditions import TextEmbedCondition
 from unirl.types.errors import ConfigError
-from unirl.types.media import Audios, Images, Modality, Videos
 from unirl.types.protocols.models import Conditions
 from unirl.types.sampling import DiffusionSamplingParams
 
 FRAMES_PER_SECOND = 24.0
 
 
-class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
+class LTX2Adapter(VideoWithSoundAdapter[LTX2Bundle]):
     """Conditions: "text", and "negative_text" where guidance is on.
 
-    A latent is one row of numbers, the video's [C, f, h, w] and then the audio's [A, P, M]: one trajectory, one
-    log-probability over both, and each stream sees the other at the same noise level. Guidance is classifier-free with
-    one scale for both; the stock pipeline's spatio-temporal and modality guidance (more forwards) and its rescaling are
-    not used.
+    Each stream sees the other at the same noise level. Guidance is classifier-free with one scale for both; the stock
+    pipeline's spatio-temporal and modality guidance (more forwards) and its rescaling are not used.
     """
 
-    modality = Modality.VIDEO
-    used_params = TextConditionedAdapter.used_params | {"num_frames"}
+    used_params = VideoWithSoundAdapter.used_params | {"num_frames"}
     default_sequence_length = 1024
     longest_sequence = 1024
     fps = FRAMES_PER_SECOND
@@ -64,10 +60,6 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
                     f"{math.ceil(length / registers) * registers}."
                 )
 
-    def video_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """(C, f, h, w) of one sample."""
-        return super().latent_shape(params)
-
     def audio_shape(self, params: DiffusionSamplingParams) -> tuple[int, int, int]:
         """(A, P, M) of one sample: as long as its video."""
         vae = self.bundle.audio_vae
@@ -75,20 +67,6 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         per_second = config["sample_rate"] / config["mel_hop_length"] / vae.temporal_compression_ratio
         steps = round(params.num_frames / FRAMES_PER_SECOND * per_second)
         return config["latent_channels"], steps, config["mel_bins"] // vae.mel_compression_ratio
-
-    def latent_shape(self, params: DiffusionSamplingParams) -> tuple[int, ...]:
-        """(C f h w + A P M,)."""
-        return (math.prod(self.video_shape(params)) + math.prod(self.audio_shape(params)),)
-
-    def part_slices(self, params: DiffusionSamplingParams) -> tuple[slice, slice]:
-        """Where video and audio lie along dimension 1 of latents."""
-        [whole], video = self.latent_shape(params), math.prod(self.video_shape(params))
-        return slice(0, video), slice(video, whole)
-
-    def parts(self, latents: Tensor, params: DiffusionSamplingParams) -> tuple[Tensor, Tensor]:
-        """Latents [B, ...] as those of video [B, C, f, h, w] and of audio [B, A, P, M]."""
-        video, audio = (latents[:, own] for own in self.part_slices(params))
-        return video.unflatten(1, self.video_shape(params)), audio.unflatten(1, self.audio_shape(params))
 
     def bind(self, conditions: Conditions, params: DiffusionSamplingParams) -> Velocity:
         """As every family, and watched by `regions`."""
@@ -127,22 +105,15 @@ class LTX2Adapter(TextConditionedAdapter[LTX2Bundle]):
         audio_out = audio_tokens.unflatten(2, (audio.shape[1], -1)).transpose(1, 2)
         return torch.cat([video_tokens.transpose(1, 2).flatten(1), audio_out.flatten(1)], dim=1)
 
-    def decode(self, latents: Tensor, params: DiffusionSamplingParams) -> Images | Videos:
-        """Videos that bring their sound: waveforms [L, channels] of both channels."""
-        video, audio = self.parts(latents, params)
-        videos = super().decode(video, params)
+    def waveforms(self, latents: Tensor) -> Tensor:
+        """Both channels, by the vocoder, from the spectrograms that the audio VAE decodes."""
         vocoder = self.bundle.vocoder
-        spectrograms = [
-            self.bundle.audio_vae.decode(self.to_audio_vae(part), return_dict=False)[0]
-            for part in audio.split(self.decode_batch_size)
-        ]
-        waves = torch.cat([vocoder(part.to(vocoder.dtype)).float() for part in spectrograms]).clamp(-1, 1)
-        rate = vocoder.config["output_sampling_rate"]
-        return videos.replace(audio=Audios.pack(waveform=list(waves.transpose(1, 2)), sample_rate=rate))
+        spectrograms = self.bundle.audio_vae.decode(self.to_audio_vae(latents), return_dict=False)[0]
+        return vocoder(spectrograms.to(vocoder.dtype)).float().clamp(-1, 1)
 
-    def encode_media(self, media: Images | Videos) -> Tensor:
-        """Raises ConfigError: the published folder has no way from sound to a spectrogram."""
-        raise ConfigError(f"{self.bundle.family} cannot encode videos with sound. Train it on its own samples.")
+    @property
+    def sample_rate(self) -> int:
+        return self.bundle.vocoder.config["output_sampling_rate"]
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Video latents: channels with their mean and deviation back."""

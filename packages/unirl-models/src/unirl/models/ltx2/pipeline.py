@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
+from unirl.models.diffusers_pipeline.video_sound import VideoWithSoundPipeline
 from unirl.models.diffusion import never
 from unirl.models.ltx2.adapter import LTX2Adapter
 from unirl.models.ltx2.audio_gradient import scale_audio_gradient
@@ -26,7 +26,7 @@ from unirl.types.segments import LatentSegment
 
 
 @bounded("pipeline")
-class LTX2Pipeline(DiffusersPipeline):
+class LTX2Pipeline(VideoWithSoundPipeline):
     """LTX-2, video with sound, see `unirl.models.diffusers_pipeline.pipeline.DiffusersPipeline`.
 
     audio_gradient: spans of blocks as [first, last, scale]: of the gradient that the video's stream sends back there to
@@ -40,7 +40,6 @@ class LTX2Pipeline(DiffusersPipeline):
 
     adapter_class = LTX2Adapter
     recipe_rules: ClassVar[str] = "unirl.models.ltx2.rules"
-    latent_media: ClassVar[tuple[str, ...]] = ("video", "audio")
 
     def __init__(
         self,
@@ -68,11 +67,6 @@ class LTX2Pipeline(DiffusersPipeline):
             first, last = region_blocks or (0, len(blocks) - 1)
             self._regions = RegionMaps(blocks[first : last + 1])
             cast(LTX2Adapter, self.adapter).regions = self._regions  # what adapter_class makes
-
-    def media_slices(self, params: DiffusionSamplingParams) -> dict[str, slice]:
-        """Where each of `latent_media` lies along dimension 1 of latents."""
-        adapter = cast(LTX2Adapter, self.adapter)  # what adapter_class makes
-        return dict(zip(self.latent_media, adapter.part_slices(params), strict=True))
 
     def diffuse(
         self,
