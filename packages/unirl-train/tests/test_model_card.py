@@ -34,8 +34,8 @@ STATE = {
 }
 
 
-def card(folder, recipe=RECIPE, state=STATE, *, merged=False, copy="default"):
-    write_model_card(folder, recipe, state, folder, published=recipe, merged=merged, copy=copy)
+def card(folder, recipe=RECIPE, state=STATE, *, merged=False, copy="default", of_blocks=False):
+    write_model_card(folder, recipe, state, folder, published=recipe, merged=merged, copy=copy, of_blocks=of_blocks)
     return (folder / "README.md").read_text()
 
 
@@ -93,6 +93,16 @@ def test_the_card_of_a_merged_export_loads_the_folder_and_names_a_local_base_by_
     assert 'DiffusionPipeline.from_pretrained(".")' in text and "the copy `ema` of the policy" in text
     assert "no held-out evaluation before this checkpoint" in text
     assert "Of the export (the run had not ended): python 3." in text
+
+
+def test_the_card_of_a_pipeline_of_blocks_loads_its_components(tmp_path):
+    (tmp_path / "modular_model_index.json").touch()
+    text = card(tmp_path, merged=True, of_blocks=True)
+    assert 'pipe = ModularPipeline.from_pretrained(".")\npipe.load_components()  # this folder' in text
+    assert "library_name: diffusers" in text
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    text = card(tmp_path, of_blocks=True)
+    assert 'ModularPipeline.from_pretrained("org/base")\npipe.load_components()\npipe.load_lora_weights(".")' in text
 
 
 def test_the_card_of_a_language_model_names_its_class(tmp_path):

@@ -287,7 +287,7 @@ def load(name: str, folder: Path) -> Loaded:
 
 def stock_of(folder: Path) -> Any:
     """The stock pipeline of a folder. Its weights are read-only; tests set its scheduler."""
-    name = _index(folder)["_class_name"]
+    name = index_of_folder(folder)["_class_name"]
     for family in families().values():
         if family.stock is not None and name in family.bundle.pipeline_classes:
             return quiet(family.stock(folder))
@@ -296,11 +296,13 @@ def stock_of(folder: Path) -> Any:
 
 def scheduler_of(folder: Path) -> Any:
     """The scheduler of a folder as its pipeline has it."""
-    return getattr(diffusers, _index(folder)["scheduler"][1]).from_pretrained(folder, subfolder="scheduler")
+    return getattr(diffusers, index_of_folder(folder)["scheduler"][1]).from_pretrained(folder, subfolder="scheduler")
 
 
-def _index(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "model_index.json").read_text())
+def index_of_folder(folder: Path) -> dict[str, Any]:
+    """The index of a pipeline, of blocks too."""
+    [file] = folder.glob("*model_index.json")
+    return json.loads(file.read_text())
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

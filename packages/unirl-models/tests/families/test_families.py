@@ -26,7 +26,7 @@ from unirl.models.diffusers_pipeline.pipeline import DiffusersPipeline
 from unirl.models.diffusers_pipeline.resting import Resting
 from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.released import all_released
-from unirl.models.releases.indexes import INDEXES, index_of
+from unirl.models.releases.indexes import INDEXES, index_of, write_index
 from unirl.sde.kernels import FlowSDEStrategy
 from unirl.sde.noise import initial_noise
 from unirl.types.errors import CheckpointError, ConfigError
@@ -42,6 +42,7 @@ from .kit import (
     Published,
     families,
     first_of_each,
+    index_of_folder,
     load,
     ours,
     pixels,
@@ -369,7 +370,7 @@ def test_adapter_contract(loaded: Loaded, cases: dict[str, Case], check: Callabl
 def test_folders_of_another_family_or_without_a_component_are_refused_before_weights(
     loaded: Loaded, tmp_path: Path
 ) -> None:
-    family, index = loaded.family, json.loads((loaded.folder / "model_index.json").read_text())
+    family, index = loaded.family, index_of_folder(loaded.folder)
     for component in loaded.folder.iterdir():
         if component.is_dir() and component.name != "vae":
             (tmp_path / component.name).mkdir()
@@ -380,7 +381,7 @@ def test_folders_of_another_family_or_without_a_component_are_refused_before_wei
     (tmp_path / "model_index.json").write_text(json.dumps({**index, "_class_name": "StableDiffusionPipeline"}))
     with pytest.raises(ConfigError, match="holds a StableDiffusionPipeline; this model needs a "):
         family.bundle(str(tmp_path), **family.options)
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / family.bundle.index_file).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="vae"):
         family.bundle(str(tmp_path), **family.options)
 
@@ -474,7 +475,7 @@ class NoTexts(TextEncoders):
 def _released_folder(published: Published, folder: Path) -> dict[str, str]:
     """The released index and configurations next to empty files of weights. Returns the class of each component."""
     index = index_of(published.hub_id)
-    (folder / "model_index.json").write_text(json.dumps(index))
+    write_index(index, folder)
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
     for name, (library, class_name) in entries.items():
         (folder / name).mkdir()

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "suites"
 BASE = "base"
+MODEL_FILES = ("model_index.json", "modular_model_index.json", "config.json")
+"""What makes a folder that of a model."""
 """--against this: the run's model before training."""
 PREFIX = "suite."
 """Prefix of words that change the suite, not the recipe."""
@@ -126,7 +128,7 @@ def _refuse_model_folder(name: str) -> None:
     """Raises ConfigError for the folder of a model, which does not say how to sample from it."""
     folder = Path(name).expanduser()
     if folder.is_dir() and not (folder / CONFIG_FILE).is_file():
-        is_model = any((folder / each).is_file() for each in ("model_index.json", "config.json"))
+        is_model = any((folder / each).is_file() for each in MODEL_FILES)
         what = "the folder of a model, which does not say how it is sampled" if is_model else "no folder of a run"
         raise ConfigError(
             f"{folder} is {what}. Name a recipe of its family, and the folder as its model: "

@@ -30,14 +30,14 @@ def wrong_pipeline(where: str, found: object, needed: Collection[str]) -> str:
 
 
 def wrong_modular_pipeline(where: str, found: object, needed: Collection[str]) -> str:
-    """The message for a folder of a pipeline of blocks."""
+    """The message for a folder of a pipeline of blocks that the bundle does not load."""
     name = str(found)
     plain = name.replace("ModularPipeline", "Pipeline")
     missing = _lacks("diffusers", plain) if plain != name else None
     reason = f"; its {plain} is a class {missing}" if missing else ""
     return (
-        f"{where} holds a {name}, a pipeline of blocks ({MODULAR_INDEX}), which no model here reads{reason}. Give a "
-        f"folder of {' or '.join(needed)}, {_WRITE_A_FAMILY}."
+        f"{where} holds a {name}, a pipeline of blocks ({MODULAR_INDEX}){reason}. Give a folder of "
+        f"{' or '.join(needed)}, choose the model group of the recipe that fits it, {_WRITE_A_FAMILY}."
     )
 
 

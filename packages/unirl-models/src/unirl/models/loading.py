@@ -1,15 +1,16 @@
 """Folders of pretrained models: found, checked and described before any weight is read.
 
-A diffusers pipeline folder holds `model_index.json` and one subfolder per component, a transformers model folder
-`config.json` next to its weights. A hub id ("owner/name") is downloaded into the hub's cache first, its index or
-configuration alone before the weights, so that a wrong id or class costs nothing.
+A diffusers pipeline folder holds `model_index.json` and one subfolder per component, one of a pipeline of blocks
+`modular_model_index.json` instead, and a transformers model folder `config.json` next to its weights. A hub id
+("owner/name") is downloaded into the hub's cache first, its index or configuration alone before the weights, so that a
+wrong id or class costs nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,12 +44,20 @@ class PipelineFolder:
 
     path: Path
     index: dict[str, Any]  # Any: JSON values, told apart key by key
-    """Content of `model_index.json`: component -> [library, class], plus "_class_name" and settings."""
+    """Content of its index: component -> [library, class], plus "_class_name" and settings. In that of a pipeline of
+    blocks a third element says whence a component is loaded, and has the class under "type_hint" if it is not loaded
+    yet."""
+    file: str = INDEX_FILE
+    """Name of the index."""
 
     def class_of(self, component: str) -> str | None:
         """Class name of a component, or None where the pipeline has none."""
-        entry = self.index.get(component)
-        return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+        match self.index.get(component):
+            case [_, name]:
+                return name
+            case [_, name, {"type_hint": [_, hint]}]:
+                return name or hint
+        return None
 
     @property
     def components(self) -> list[str]:
@@ -67,7 +76,7 @@ class PipelineFolder:
         found = self.class_of(component)
         if found is None:
             raise CheckpointError(
-                f"{self.path / INDEX_FILE} lists no component {component!r} (it has {self.components}). "
+                f"{self.path / self.file} lists no component {component!r} (it has {self.components}). "
                 f"Use a complete pipeline folder, with {component}/ of class {' or '.join(class_names)}."
             )
         if found not in class_names:
@@ -84,37 +93,46 @@ class PipelineFolder:
             )
 
 
-def open_pipeline_folder(pretrained_model: str, pipeline_classes: Sequence[str]) -> PipelineFolder:
+def open_pipeline_folder(
+    pretrained_model: str,
+    pipeline_classes: Sequence[str],
+    *,
+    index_file: str = INDEX_FILE,
+    unread: Collection[str] = (),
+) -> PipelineFolder:
     """The pipeline of a local folder or hub id, checked to be one of `pipeline_classes`. Reads no weights.
 
+    index_file: `MODULAR_INDEX` for a pipeline of blocks. unread: components that are not downloaded.
     Raises CheckpointError if there is no such folder or no index in it, ConfigError for another pipeline class.
     """
     path = Path(pretrained_model).expanduser()
     is_on_hub = not path.exists() and is_hub_id(pretrained_model)
     if is_on_hub:
-        path = _download(pretrained_model, [INDEX_FILE])
+        path = _download(pretrained_model, [index_file])
     if not path.is_dir():
         raise CheckpointError(
             f"PRETRAINED_MODEL = {pretrained_model!r} is {'a file' if path.is_file() else 'not there'}. "
-            f"Give the folder that holds {INDEX_FILE}, or a hub id such as owner/name."
+            f"Give the folder that holds {index_file}, or a hub id such as owner/name."
         )
-    if not (path / INDEX_FILE).is_file() and (path / MODULAR_INDEX).is_file():
-        blocks = _read_json(path / MODULAR_INDEX, "the pipeline").get("_class_name")
-        raise ConfigError(wrong_modular_pipeline(str(path), blocks, pipeline_classes))
-    if not (path / INDEX_FILE).is_file():
-        raise CheckpointError(
-            f"{path} is not a diffusers pipeline folder: it has no {INDEX_FILE}, only "
-            f"{sorted(entry.name for entry in path.iterdir())[:8]}. Give the folder that save_pretrained wrote, "
-            "not one of its components and not a single-file checkpoint."
-        )
-    index = _read_json(path / INDEX_FILE, "the pipeline")
+    file = index_file
+    if not (path / file).is_file():
+        others = [other for other in (INDEX_FILE, MODULAR_INDEX) if (path / other).is_file()]
+        if not others:
+            raise CheckpointError(
+                f"{path} is not a diffusers pipeline folder: it has no {index_file}, only "
+                f"{sorted(entry.name for entry in path.iterdir())[:8]}. Give the folder that save_pretrained wrote, "
+                "not one of its components and not a single-file checkpoint."
+            )
+        [file] = others
+    index = _read_json(path / file, "the pipeline")
     name = index.get("_class_name")
-    if name not in pipeline_classes:
-        raise ConfigError(wrong_pipeline(str(path), name, pipeline_classes))
-    folder = PipelineFolder(path=path, index=index)
+    if file != index_file or name not in pipeline_classes:
+        wrong = wrong_modular_pipeline if file == MODULAR_INDEX else wrong_pipeline
+        raise ConfigError(wrong(str(path), name, pipeline_classes))
+    folder = PipelineFolder(path=path, index=index, file=file)
     if is_on_hub:
-        patterns = [f"{name}/*" for name in folder.components]
-        _download(pretrained_model, [INDEX_FILE, *patterns])
+        patterns = [f"{name}/*" for name in folder.components if name not in unread]
+        _download(pretrained_model, [file, *patterns])
     return folder
 
 

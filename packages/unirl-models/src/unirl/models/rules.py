@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,11 @@ from unirl.types.hub import is_hub_id
 from unirl.types.recipe import Machine, Messages, Part, Run
 
 FoundT = TypeVar("FoundT")
+WRONG: Mapping[str, Callable[[str, object, Collection[str]], str]] = {
+    "model_index.json": wrong_pipeline,
+    MODULAR_INDEX: wrong_modular_pipeline,
+}
+"""Index of a folder of diffusers -> the message for one of another class than a bundle loads."""
 
 
 def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
@@ -22,11 +27,12 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
     name, path, index = f"{own.at}.pretrained_model", Path(str(model)).expanduser(), own.ability("index_file")
     if path.is_dir():
         needed = _classes_of(own)
-        if index == "model_index.json" and not (path / index).is_file() and (path / MODULAR_INDEX).is_file():
-            blocks = _read(path / MODULAR_INDEX, lambda content: content["_class_name"])
-            yield wrong_modular_pipeline(f"{name} = {model}", blocks, needed or [])
+        others = [file for file in WRONG if file != index and index in WRONG and (path / file).is_file()]
+        if not (path / index).is_file() and others:
+            found = _read(path / others[0], lambda content: content["_class_name"])
+            yield WRONG[others[0]](f"{name} = {model}", found, needed or [])
         elif not (path / index).is_file():
-            kind = "diffusers pipeline" if index == "model_index.json" else "model"
+            kind = "diffusers pipeline" if index in WRONG else "model"
             holds = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
             yield (
                 f"{name} = {model} is not a {kind} folder: it has no {index} "
@@ -42,7 +48,7 @@ def model_exists(own: Part, run: Run, machine: Machine) -> Messages:
 
 def _classes_of(own: Part) -> Collection[str] | None:
     """Pipelines or types of models that the bundle loads; None where it does not say."""
-    key = "pipeline_classes" if own.ability("index_file") == "model_index.json" else "model_types"
+    key = "pipeline_classes" if own.ability("index_file") in WRONG else "model_types"
     found = own.abilities.get(key)
     return [str(each) for each in found] if isinstance(found, (list, tuple)) else None
 
@@ -50,9 +56,9 @@ def _classes_of(own: Part) -> Collection[str] | None:
 def _wrong_class(file: Path, where: str, needed: Collection[str]) -> str | None:
     """The message for an index or configuration of another class than the bundle loads; None for one that it loads, and
     for one that cannot be read."""
-    if file.name == "model_index.json":
+    if file.name in WRONG:
         found = _read(file, lambda content: content["_class_name"])
-        return wrong_pipeline(where, found, needed) if found is not None and found not in needed else None
+        return WRONG[file.name](where, found, needed) if found is not None and found not in needed else None
     found = _read(file, lambda content: content["model_type"])
     return wrong_model(where, found, needed) if found is not None else None
 

@@ -109,5 +109,16 @@ def export_recipe(
         else:
             exporter.export_lora(str(folder), copy)
     recipe, shown = run.resolved, run.resolved if published is None else published
-    write_model_card(folder, recipe, state, run_dir, published=shown, merged=merged, policy=name, copy=copy, lost=lost)
+    write_model_card(
+        folder,
+        recipe,
+        state,
+        run_dir,
+        published=shown,
+        merged=merged,
+        policy=name,
+        copy=copy,
+        lost=lost,
+        of_blocks=run.policies[name].bundle.abilities.get("index_file") == "modular_model_index.json",
+    )
     return lost

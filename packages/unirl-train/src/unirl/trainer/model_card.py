@@ -35,20 +35,22 @@ def write_model_card(
     policy: str = DEFAULT_POLICY,
     copy: str = CURRENT_POLICY,
     lost: LostUpdate | None = None,
+    of_blocks: bool = False,
 ) -> None:
     """Write `README.md` into the folder of an export, in the format that model hubs read.
 
     published: the recipe as others may see it, shown at the end of the card; `recipe` is only used for the names of
     model and files. policy: the exported policy. copy: which copy of its weights. lost: how much of a merged LoRA was
-    lost by rounding. state: the driver's state of the exported checkpoint. run_dir: its summary has the versions used
-    in training. If the run has not ended there is no summary, and the card shows the versions of this process and says
-    so.
+    lost by rounding. of_blocks: True if the base model is a diffusers pipeline of blocks. state: the driver's state of
+    the exported checkpoint. run_dir: its summary has the versions used in training. If the run has not ended there is
+    no summary, and the card shows the versions of this process and says so.
     """
     of_policies = policy_sections(recipe)
     prefix, sections = of_policies[policy]
     base = sections["bundle"].get("pretrained_model")
     is_on_hub = bool(base) and not Path(str(base)).exists() and is_hub_id(str(base))
-    library, usage = _loading(folder, f'"{base if is_on_hub else f"PATH/TO/{_shown(base)}"}"')
+    loads = _OF_BLOCKS if of_blocks else _PLAIN
+    library, usage = _loading(folder, f'"{base if is_on_hub else f"PATH/TO/{_shown(base)}"}"', loads)
     front = [f"library_name: {library}"] if library else []
     if is_on_hub:  # which model hubs link to
         front.append(f"base_model: {base}")
@@ -85,17 +87,19 @@ def _origin(bundle: Values) -> str:
     return f"`{_shown(base)}`, trained with reinforcement learning by UniRL. The base model's licence applies."
 
 
-def _loading(folder: Path, base: str) -> tuple[str | None, str | None]:
-    """The library of an export, recognised by its files, and the code that loads it. base: the base model, quoted."""
+_PLAIN = "from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained({where})"
+_OF_BLOCKS = (
+    "from diffusers import ModularPipeline\n\npipe = ModularPipeline.from_pretrained({where})\npipe.load_components()"
+)
+
+
+def _loading(folder: Path, base: str, loads: str) -> tuple[str | None, str | None]:
+    """The library of an export, recognised by its files, and the code that loads it. base: the base model, quoted.
+    loads: the code that loads a pipeline of diffusers."""
     if (folder / "pytorch_lora_weights.safetensors").is_file():
-        return "diffusers", (
-            f"from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained({base})\n"
-            'pipe.load_lora_weights(".")  # this folder'
-        )
-    if (folder / "model_index.json").is_file():
-        return "diffusers", (
-            'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained(".")  # this folder'
-        )
+        return "diffusers", f'{loads.format(where=base)}\npipe.load_lora_weights(".")  # this folder'
+    if any((folder / file).is_file() for file in ("model_index.json", "modular_model_index.json")):
+        return "diffusers", loads.format(where='"."') + "  # this folder"
     if (folder / "ema.safetensors").is_file():
         return None, (
             "from unirl.models.bagel.bundle import BagelBundle\n\n"

@@ -52,9 +52,11 @@ class DiffusersBundle(Bundle):
     family: ClassVar[str]
     """Name for messages and cache keys."""
     pipeline_classes: ClassVar[tuple[str, ...]]
-    """Classes of which `model_index.json` must name one."""
+    """Classes of which its index must name one."""
     components: ClassVar[Mapping[str, Component]]
     """The components that the family uses."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Components of a released folder that no task of the family uses."""
     text_class: ClassVar[type[TextEncoders]]
     """How its text encoders read prompts."""
     block_class_names: ClassVar[tuple[str, ...]]
@@ -107,7 +109,9 @@ class DiffusersBundle(Bundle):
         self.pretrained_model = pretrained_model
         self.vae_tile_pixels = vae_tile_pixels
         self.vae_tile_frames = vae_tile_frames
-        self.folder = open_pipeline_folder(pretrained_model, self.pipeline_classes)
+        self.folder = open_pipeline_folder(
+            pretrained_model, self.pipeline_classes, index_file=self.index_file, unread=self.unread
+        )
         self.device = torch.device(device)
         kernel = attention_backend if has_values(self.device) else None
         if kernel is not None:

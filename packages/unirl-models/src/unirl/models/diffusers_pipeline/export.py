@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unirl.models.bundle import LoRASettings
-from unirl.models.loading import INDEX_FILE, PipelineFolder
+from unirl.models.installed import MODULAR_INDEX
+from unirl.models.loading import PipelineFolder
 from unirl.models.merged_export import check_fits, export_folder
 from unirl.types.errors import ContractError
 from unirl.types.weights import PEFT_PREFIX
@@ -85,12 +86,25 @@ def write_merged(
         for name, weights in state.items()
     }
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source.path / INDEX_FILE, target / INDEX_FILE)
-    for component in source.components:
+    own = [name for name in source.components if name in merged or (source.path / name).is_dir()]
+    _write_index(target, source, own)
+    for component in own:
         if component not in merged:
             shutil.copytree(source.path / component, target / component, dirs_exist_ok=True)
     for component, model in merged.items():
         model.save_pretrained(target / component)
+
+
+def _write_index(target: Path, source: PipelineFolder, own: Collection[str]) -> None:
+    """The index of `source`; in one that says whence each component is loaded, those of `own` lie in `target`."""
+    if source.file != MODULAR_INDEX:
+        shutil.copyfile(source.path / source.file, target / source.file)
+        return
+    index = dict(source.index)
+    for name in own:
+        library, class_name, spec = index[name]
+        index[name] = [library, class_name, {**spec, "pretrained_model_name_or_path": str(target), "subfolder": name}]
+    (target / source.file).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_weights(

@@ -12,7 +12,7 @@ from typing import Any
 from unirl.models.extras import from_extra
 from unirl.models.releases.configurations import settings_of
 from unirl.models.releases.contrastive import CLIP_MODELS
-from unirl.models.releases.indexes import INDEXES, index_of
+from unirl.models.releases.indexes import INDEXES, index_of, write_index
 from unirl.models.releases.language import LANGUAGE_MODELS, LanguageModel
 from unirl.models.releases.unified import UNIFIED_MODELS
 from unirl.models.tiny.text import byte_tokenizer
@@ -99,7 +99,7 @@ def write_configurations(hub_id: str, folder: Path) -> None:
         else:
             model_class = getattr(LIBRARIES[library], class_name)
             _write_configuration(model_class, settings_of(release, name, class_name), place)
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    write_index(index, folder)
 
 
 def _write_language_model(model: LanguageModel, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`model_index.json` of the released checkpoints, as their folders have it: what a bundle must accept.
+"""Indexes of the released checkpoints, as their folders have them: what a bundle must accept.
 
 Classes are written `library.Class`, the library as the index has it; None for a component that the release leaves out.
 Versions and what the pipelines need besides components are left out, but for settings that a bundle reads.
@@ -6,8 +6,12 @@ Versions and what the pipelines need besides components are left out, but for se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from unirl.models.installed import MODULAR_INDEX
 
 Index = Mapping[str, Any]  # Any: a class, None, or a setting
 
@@ -266,7 +270,7 @@ INDEXES: Mapping[str, Index] = {
 
 
 def index_of(hub_id: str) -> dict[str, Any]:  # Any: JSON values
-    """`model_index.json` of a release, as the file has it."""
+    """Index of a release: library and class of each component, and settings."""
     found: dict[str, Any] = {}  # Any: as above
     for name, value in INDEXES[hub_id].items():
         if isinstance(value, str) and not name.startswith("_"):
@@ -275,3 +279,17 @@ def index_of(hub_id: str) -> dict[str, Any]:  # Any: JSON values
             is_component = value is None and name != "boundary_ratio"
             found[name] = [None, None] if is_component else value
     return found
+
+
+def write_index(index: Mapping[str, Any], folder: Path) -> None:  # Any: as above
+    """Write an index as its pipeline does: one of blocks says of each component where it lies."""
+    file = "model_index.json"
+    if "Modular" in index["_class_name"]:
+        file = MODULAR_INDEX
+        index = {
+            name: [*entry, {"pretrained_model_name_or_path": str(folder), "subfolder": name, "type_hint": entry}]
+            if isinstance(entry, list)
+            else entry
+            for name, entry in index.items()
+        }
+    (folder / file).write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -175,7 +175,7 @@ def lora_targets_exist(own: Part, run: Run, machine: Machine) -> Messages:
 def _trainable_weights(bundle: Part) -> Iterator[str]:
     """Names of the weights of what can train in a local pipeline folder, from the heads of their files."""
     folder = Path(str(bundle.node.get("pretrained_model"))).expanduser()
-    if bundle.ability("index_file") != "model_index.json":
+    if not str(bundle.ability("index_file")).endswith("model_index.json"):
         return  # other libraries rename weights as they load them
     for component in ("transformer", "transformer_2", "unet"):
         for file in sorted((folder / component).glob("*.safetensors")):
