@@ -46,6 +46,9 @@ our export of trained weights. Every row's schedule equals the stock scheduler's
 adapter contract: replay equal to the rollout bit for bit at equal geometry and to 1e-6 at any other, mixed noise
 levels, no influence of neighbours, gradients in what trains and nowhere else.
 
+MiniMax-H3, which has no plain pipeline, is compared with the pipeline of blocks that diffusers has for it, its two
+schedules walked by their own schedulers.
+
 Two things differ from `pipe(prompt)` of a released folder:
 
 - Guidance. LTX-2, 2.3 and HunyuanImage 2.1 are compared with classifier-free guidance alone, with which we sample.

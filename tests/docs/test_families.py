@@ -22,6 +22,7 @@ NAMES = {
     "janus": "Janus-Pro",
     "ltx2": "LTX-2",
     "ltx23": "LTX-2.3",
+    "minimax_h3": "MiniMax-H3",
     "qwen3": "Qwen3 and Qwen3.5 dense",
     "qwen3_5": "Qwen3.5",
     "qwen3_omni": "Qwen3-Omni",

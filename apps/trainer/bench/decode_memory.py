@@ -25,6 +25,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import Autoencod
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+from diffusers.models.autoencoders.autoencoder_kl_minimax_h3 import AutoencoderKLMiniMaxH3
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
@@ -92,6 +93,8 @@ AUTOENCODERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {  # Any: c
         (128, 4, 16, 24),
     ),
     "LTX-2.3": (lambda: AutoencoderKLLTX2Video(**LTX_23), (128, 4, 16, 24)),
+    # In tiles of 256 pixels at any size, as it was released.
+    "MiniMax-H3": (lambda: AutoencoderKLMiniMaxH3(), (24, 7, 24, 42)),
     "CogVideoX": (lambda: AutoencoderKLCogVideoX(), (16, 5, 60, 90)),
 }
 """Name -> the autoencoder, and the shape of a sample's latents."""

@@ -829,8 +829,8 @@ def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_
     (tmp_path / "empty" / "weights.bin").write_text("")
     for folder, file, name in (
         ("refiner", "model_index.json", "StableDiffusionXLImg2ImgPipeline"),
-        ("newer", "model_index.json", "MiniMaxH3Pipeline"),
-        ("blocks", "modular_model_index.json", "MiniMaxH3ModularPipeline"),
+        ("newer", "model_index.json", "MiniMaxMusic3Pipeline"),
+        ("blocks", "modular_model_index.json", "MiniMaxMusic3ModularPipeline"),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text(json.dumps({"_class_name": name}))
@@ -842,9 +842,12 @@ def test_model_that_is_missing_or_of_the_wrong_format_is_an_error(runnable, tmp_
         (str(tmp_path / "refiner"), "refiner holds a StableDiffusionXLImg2ImgPipeline; this model needs a StableDiff"),
         (
             str(tmp_path / "newer"),
-            f"newer holds a MiniMaxH3Pipeline, which the installed diffusers {diffusers} does not",
+            f"newer holds a MiniMaxMusic3Pipeline, which the installed diffusers {diffusers} does not",
         ),
-        (str(tmp_path / "blocks"), f"MiniMaxH3Pipeline is a class which the installed diffusers {diffusers} does not"),
+        (
+            str(tmp_path / "blocks"),
+            f"MiniMaxMusic3Pipeline is a class which the installed diffusers {diffusers} does not",
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             on_machine(runnable, {"bundle.pretrained_model": value})

@@ -12,6 +12,7 @@ import pytest
 from unirl.models.causal_lm.bundle import CausalLMBundle
 from unirl.models.installed import wrong_component, wrong_model, wrong_pipeline
 from unirl.models.loading import open_pipeline_folder
+from unirl.models.minimax_h3.bundle import MiniMaxH3Bundle
 from unirl.models.qwen3.bundle import Qwen3Bundle
 from unirl.models.sdxl.bundle import SDXLBundle
 from unirl.models.wan.bundle import WanBundle
@@ -32,9 +33,9 @@ def folder_of(folder: Path, file: str, content: dict[str, Any]) -> str:
         (
             WanBundle,
             "model_index.json",
-            {"_class_name": "MiniMaxH3Pipeline"},
+            {"_class_name": "MiniMaxMusic3Pipeline"},
             [
-                "holds a MiniMaxH3Pipeline",
+                "holds a MiniMaxMusic3Pipeline",
                 f"which {DIFFUSERS} does not have",
                 "a folder of WanPipeline",
             ],
@@ -42,8 +43,23 @@ def folder_of(folder: Path, file: str, content: dict[str, Any]) -> str:
         (
             WanBundle,
             "modular_model_index.json",
-            {"_class_name": "MiniMaxH3ModularPipeline"},
-            ["holds a MiniMaxH3ModularPipeline", f"MiniMaxH3Pipeline is a class which {DIFFUSERS} does not have"],
+            {"_class_name": "MiniMaxMusic3ModularPipeline"},
+            [
+                "holds a MiniMaxMusic3ModularPipeline, a pipeline of blocks (modular_model_index.json); its",
+                f"MiniMaxMusic3Pipeline is a class which {DIFFUSERS} does not have. Give a folder of WanPipeline",
+            ],
+        ),
+        (
+            MiniMaxH3Bundle,
+            "modular_model_index.json",
+            {"_class_name": "MiniMaxMusic3ModularPipeline"},
+            ["holds a MiniMaxMusic3ModularPipeline, a pipeline of", "Give a folder of MiniMaxH3ModularPipeline"],
+        ),
+        (
+            MiniMaxH3Bundle,
+            "model_index.json",
+            {"_class_name": "WanPipeline"},
+            ["holds a WanPipeline; this model needs a MiniMaxH3ModularPipeline. Point"],
         ),
         (
             SDXLBundle,
@@ -54,14 +70,14 @@ def folder_of(folder: Path, file: str, content: dict[str, Any]) -> str:
         (
             Qwen3Bundle,
             "config.json",
-            {"model_type": "minimax_h3"},
-            ["of type 'minimax_h3'", f"which {TRANSFORMERS} does not have", "a checkpoint of qwen3"],
+            {"model_type": "minimax_next"},
+            ["of type 'minimax_next'", f"which {TRANSFORMERS} does not have", "a checkpoint of qwen3"],
         ),
         (
             CausalLMBundle,
             "config.json",
-            {"model_type": "minimax_h3"},
-            ["of type 'minimax_h3'", f"which {TRANSFORMERS} does not have", "upgrade the library"],
+            {"model_type": "minimax_next"},
+            ["of type 'minimax_next'", f"which {TRANSFORMERS} does not have", "upgrade the library"],
         ),
         (Qwen3Bundle, "config.json", {"model_type": "llama"}, ["of type 'llama'; this bundle loads qwen3."]),
     ],

@@ -27,8 +27,10 @@ OTHER_PARTS = {
     "hunyuanvideo-community/HunyuanVideo": 0.52,
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": 1.22,
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": 1.22,
+    # Its last layers, its head and its vision tower are let go.
+    "MiniMaxAI/MiniMax-H3": -8.2,
 }
-"""Billions in the table of sizes that the release's folder does not have."""
+"""Billions in the table of sizes that the release's folder does not have; below 0, that the folder has more."""
 
 
 def test_every_model_with_a_published_size_is_known() -> None:
@@ -45,7 +47,8 @@ def test_every_model_with_a_published_size_is_known() -> None:
 def test_frozen_models_have_the_published_size(hub_id: str, tmp_path: Path) -> None:
     sizes = all_released()[hub_id]
     write_configurations(hub_id, tmp_path)
-    index = json.loads((tmp_path / "model_index.json").read_text())
+    [file] = tmp_path.glob("*model_index.json")
+    index = json.loads(file.read_text())
     text = sum(_billions(tmp_path, name, index[name]) for name in index if _is_text(name, index[name]))
     assert text == pytest.approx(sizes.text - OTHER_PARTS.get(hub_id, 0.0), rel=0.03)
     assert _billions(tmp_path, "vae", index["vae"]) == pytest.approx(sizes.vae, rel=0.03)
@@ -100,7 +103,7 @@ def _is_text(name: str, entry: Any) -> bool:
     return is_encoder and isinstance(entry, list) and entry[1] is not None
 
 
-def _billions(folder: Path, name: str, entry: list[str]) -> float:
+def _billions(folder: Path, name: str, entry: list[Any]) -> float:
     model_class = getattr(LIBRARIES[entry[0]], entry[1])
     model = from_configuration(model_class, folder / name, torch.bfloat16, "meta")
     return sum(parameter.numel() for parameter in model.parameters()) / 1e9

@@ -52,7 +52,7 @@ from .kit import (
 )
 
 LIBRARIES: dict[str, Any] = {"diffusers": diffusers, "transformers": transformers, "ltx2": ltx2}
-CONFIG_KINDS = {"scheduler": "scheduler", "guider": "guider", "ocr_guider": "guider"}
+CONFIG_KINDS = {"scheduler": "scheduler", "audio_scheduler": "scheduler", "guider": "guider", "ocr_guider": "guider"}
 PLAIN = (str, int, float, list, tuple, type(None))
 FIRST = first_of_each()
 
@@ -238,8 +238,8 @@ class Moves(Resting):
 def test_texts_are_encoded_where_their_encoders_are(loaded: Loaded, tmp_path: Path) -> None:
     """With the rest of the model elsewhere, where nothing can be computed: the same bits arrive there."""
     family, params = loaded.family, loaded.family.sampling()
-    away = family.bundle(str(loaded.folder), device="meta", text_encoder_device="cpu")
-    resting = family.bundle(str(loaded.folder), rest_text_encoders=True)
+    away = family.bundle(str(loaded.folder), device="meta", text_encoder_device="cpu", **family.options)
+    resting = family.bundle(str(loaded.folder), rest_text_encoders=True, **family.options)
     resting.text.resting = Moves(torch.device("cpu"))
     bundles: dict[str, Any] = {"here": loaded.ours.bundle, "away": away, "resting": resting}
     for place, bundle in bundles.items():

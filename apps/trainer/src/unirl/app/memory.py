@@ -220,7 +220,7 @@ class _Estimate:
     @property
     def tokens(self) -> int:
         """Tokens of one row that a device computes with: its latents, the images next to them and its text."""
-        frames = 1 + (self.frames - 1) // self.sizes.frame_factor if self.sizes.frame_factor else 1
+        frames = 1 + int((self.frames - 1) // self.sizes.frame_factor) if self.sizes.frame_factor else 1
         area = self.sizes.pixels_per_token**2
         pictures = self.bundle.get("image_area", 0) // area
         return -(-(self.pixels // area * frames + pictures + self.sizes.text_tokens) // self.num_sharing)

@@ -52,7 +52,7 @@ class Released:
     held_per_token: int = 16
     """Tensors of a token's width that a block holds at once without gradient: 11 to 16 in the blocks that were counted,
     more where each token goes to several experts."""
-    frame_factor: int = 0
+    frame_factor: float = 0
     """Frames per latent frame after the first; 0 of a family of images."""
     beside: float = 0.0
     """Billions of frozen parameters beside (image encoders), in the dtype of what trains."""

@@ -69,7 +69,10 @@ class DiffusersBundle(Bundle):
     """Latent elements per token on a side where the family packs them itself; 0 where the transformer's patch_size says
     it."""
     frame_divisor: ClassVar[int] = 0
-    """Frames per latent frame after the first (frames are this times k, plus 1); 0 for a family of images."""
+    """Frames per latent frame after the first (frames are this times k, plus `frame_rest`); 0 for a family of
+    images."""
+    frame_rest: ClassVar[int] = 1
+    """Frames of a video beyond a multiple of `frame_divisor`."""
     decodes_at_once: ClassVar[bool] = False
     """True if the VAE holds all frames of a video while it decodes."""
     token_plan: ClassVar[TokenPlan | None] = None
@@ -107,6 +110,7 @@ class DiffusersBundle(Bundle):
             Role.TEXT: dtype_named(dtype if text_encoder_dtype is None else text_encoder_dtype, "text_encoder_dtype"),
         }
         self.pretrained_model = pretrained_model
+        self.vae_dtype = dtypes[Role.AUTOENCODER]
         self.vae_tile_pixels = vae_tile_pixels
         self.vae_tile_frames = vae_tile_frames
         self.folder = open_pipeline_folder(

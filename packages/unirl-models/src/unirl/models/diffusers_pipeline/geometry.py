@@ -53,3 +53,28 @@ class Geometry:
                 f" Use num_frames = {below} or {below + step}."
             )
         return (num_frames - 1) // factor + 1
+
+
+@dataclass(frozen=True)
+class ChunkedGeometry(Geometry):
+    """Factors of a VAE that takes so many frames at a time, and a shorter last part: frames are frame_factor k + tail.
+
+    `frame_factor` is the frames of a chunk, all of which have as many latent frames.
+    """
+
+    chunk_latents: int = 1
+    """Latent frames of a chunk."""
+    tail_frames: int = 1
+    """Frames of the last part."""
+    tail_latents: int = 1
+    """Latent frames of the last part."""
+
+    def _latent_frames(self, num_frames: int, factor: int) -> int:
+        count, left = divmod(num_frames - self.tail_frames, factor)
+        if count < 1 or left:
+            below = factor * max(count, 1) + self.tail_frames
+            raise ConfigError(
+                f"num_frames = {num_frames} is not {factor} k + {self.tail_frames} with k of 1 or more (chunks of the "
+                f"VAE). Use num_frames = {below} or {below + factor}."
+            )
+        return count * self.chunk_latents + self.tail_latents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -54,16 +55,17 @@ def encoders_have_one_place(own: Part, run: Run) -> Messages:
 
 
 def frames_divide(own: Part, run: Run) -> Messages:
-    """Frames are the family's factor times k, plus 1; a family of images makes one."""
-    factor, value = own.ability("frame_divisor"), run.sampling.node.get("num_frames", 1)
+    """Frames are the family's factor times k, plus a rest; a family of images makes one."""
+    factor, rest = own.ability("frame_divisor"), own.ability("frame_rest")
+    value = run.sampling.node.get("num_frames", 1)
     if not isinstance(value, int):
         return
     if not factor and value != 1:
         yield f"sampling.num_frames = {value} means nothing to a model of images. Set sampling.num_frames: 1."
-    elif factor and (value < 1 or (value - 1) % factor):
-        below = max(value - 1, 0) // factor * factor + 1
+    elif factor and (value < rest or (value - rest) % factor):
+        below = max(value - rest, 0) // factor * factor + rest
         yield (
-            f"sampling.num_frames = {value} is not {factor} k + 1. Set sampling.num_frames: {below} or "
+            f"sampling.num_frames = {value} is not {factor} k + {rest}. Set sampling.num_frames: {below} or "
             f"{below + factor}."
         )
 
@@ -173,13 +175,15 @@ def _latent_divisor(model: str | None, released: int, patch: int) -> int:
 
 def _vae_factor(config: dict[str, object]) -> int:
     """Pixels per latent element on a side, by the names that the VAEs of diffusers give it."""
-    factor = config.get("spatial_compression_ratio")
+    factor, factors = config.get("spatial_compression_ratio"), config.get("spatial_downsample_factors")
     levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
     temporal, scale = config.get("temperal_downsample"), config.get("scale_factor_spatial")
     if isinstance(scale, int):
         return scale
     if isinstance(factor, int):
         return factor
+    if isinstance(factors, list):
+        return math.prod(factors)
     if isinstance(temporal, list):
         return 2 ** len(temporal)
     if isinstance(levels, list):

@@ -35,6 +35,7 @@ def work_in_tiles(vae: Any, pixels: int) -> None:  # Any: the VAEs of diffusers 
         sizes |= {
             f"tile_sample_min_{side}": pixels,
             f"tile_sample_stride_{side}": own,
+            f"tile_sample_min_overlap_{side}": pixels // OVERLAP,
             f"tile_latent_min_{side}": pixels // factor,
             f"tile_overlap_factor_{side}": 1 / OVERLAP,
         }

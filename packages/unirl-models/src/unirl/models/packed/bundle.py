@@ -34,6 +34,7 @@ class PackedBundle(OneComponentBundle):
     latent_divisor: ClassVar[int] = 16
     """Pixels that height and width divide into."""
     frame_divisor: ClassVar[int] = 0
+    frame_rest: ClassVar[int] = 1
     reads_media: ClassVar[bool] = True
     block_class_names: ClassVar[tuple[str, ...]]
     lora_target_modules: tuple[str, ...]

@@ -93,6 +93,36 @@ QWEN_25_VL_7B: Settings = {
     },
     **_QWEN_VL_IDS,
 }
+# Qwen3-VL-32B, from memory; diffusers' blocks name its width, and more than 50 layers.
+QWEN3_VL_32B: Settings = {
+    "text_config": {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+            "rope_theta": 5e6,
+        },
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 5120,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+    "tie_word_embeddings": False,
+    **_QWEN_VL_IDS,
+}
 QWEN3_4B: Settings = {
     "vocab_size": 151936,
     "hidden_size": 2560,
@@ -209,6 +239,7 @@ OF_CLASSES: Mapping[str, Settings] = {
     "UMT5EncoderModel": {**_T5_XXL, "vocab_size": 256384},
     "Qwen2_5_VLForConditionalGeneration": QWEN_25_VL_7B,
     "Qwen2_5_VLTextModel": QWEN_25_7B,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL_32B,
     "Qwen3Model": QWEN3_4B,
     "Qwen3ForCausalLM": QWEN3_4B,
     "Qwen3MoeForCausalLM": QWEN3_30B_A3B,
@@ -378,6 +409,12 @@ OF_RELEASES: Mapping[str, Mapping[str, Settings]] = {
         }
     },
     "Lightricks/LTX-2": {"vae": _LTX2_VAE},
+    # The classes' defaults are the released sizes, and the shift is of the docstring of the scheduler. The moments of
+    # sound stand for those of the release, which the library does not name.
+    "MiniMaxAI/MiniMax-H3": {
+        "audio_scheduler": {"shift": 3.0},
+        "audio_vae": {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32},
+    },
     # Of the conversion script of diffusers.
     "diffusers/LTX-2.3-Diffusers": {
         "transformer": {

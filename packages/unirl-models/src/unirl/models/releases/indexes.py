@@ -23,6 +23,7 @@ _T5_TOKENIZER = "transformers.T5TokenizerFast"
 _EULER = "diffusers.FlowMatchEulerDiscreteScheduler"
 _UNIPC = "diffusers.UniPCMultistepScheduler"
 _KL = "diffusers.AutoencoderKL"
+_H3_EULER = "diffusers.MiniMaxH3Scheduler"
 _QWEN_VL = "transformers.Qwen2_5_VLForConditionalGeneration"
 
 _SD3: Index = {
@@ -265,6 +266,17 @@ INDEXES: Mapping[str, Index] = {
     "Lightricks/LTX-2": _LTX2,
     # Its processor, which only enhances prompts, is left out. "Lightricks/LTX-2.3" has files of another layout.
     "diffusers/LTX-2.3-Diffusers": {**_LTX2, "vocoder": "ltx2.LTX2VocoderWithBWE"},
+    # Classes of the blocks of diffusers. Left out is what only references pass: a second transformer and a processor.
+    "MiniMaxAI/MiniMax-H3": {
+        "_class_name": "MiniMaxH3ModularPipeline",
+        "audio_scheduler": _H3_EULER,
+        "audio_vae": "diffusers.AutoencoderKLMiniMaxH3Audio",
+        "scheduler": _H3_EULER,
+        "text_encoder": "transformers.Qwen3VLForConditionalGeneration",
+        "tokenizer": "transformers.Qwen2Tokenizer",
+        "transformer": "diffusers.MiniMaxH3Transformer3DModel",
+        "vae": "diffusers.AutoencoderKLMiniMaxH3",
+    },
 }
 """Hub id -> index."""
 

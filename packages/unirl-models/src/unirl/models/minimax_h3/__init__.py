@@ -1,0 +1,1 @@
+"""MiniMax-H3 through the classes of diffusers and transformers (extra `diffusers`)."""
