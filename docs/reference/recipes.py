@@ -46,6 +46,7 @@ FAMILY_OF = {
     "hunyuan_image": "hunyuan_image21",
     "ltx2": "ltx2_t2v",
     "ltx23": "ltx23_t2v",
+    "minimax_h3": "minimax_h3_t2v",
 }
 """Folder of a model's code -> its row in docs/models/README.md, where they differ."""
 VARIANTS = {"wan22": "wan22_t2v", "hunyuan_video15": "hunyuan_video15_t2v"}

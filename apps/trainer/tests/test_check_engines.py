@@ -114,6 +114,14 @@ def findings(name, *overrides):
             ["parts/engine=vllm_omni"],
             "VLLMOmniEngine does not serve LTX23Bundle: its LTX-2 has not been compared with LTX-2.3, and is given",
         ),
+        *(
+            (
+                "minimax_h3/t2v_flowgrpo",
+                [f"parts/engine={engine}"],
+                "does not serve MiniMaxH3Bundle: no pipeline of MiniMax-H3 with its two schedules has been compared",
+            )
+            for engine in ("vllm_omni", "sglang_diffusion")
+        ),
         (
             "anyflow/cmgrpo",
             ["parts/engine=vllm_omni"],

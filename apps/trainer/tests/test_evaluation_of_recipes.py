@@ -11,6 +11,7 @@ RELEASED = {
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20, 4.5),
     "Lightricks/LTX-2": (30, 3.0),
     "diffusers/LTX-2.3-Diffusers": (30, 3.0),
+    "MiniMaxAI/MiniMax-H3": (49, 1.0),  # 50 levels, as the library's blocks count
     "Qwen/Qwen-Image": (50, 4.0),
     "Qwen/Qwen-Image-Edit": (50, 4.0),
     "Qwen/Qwen-Image-Edit-2509": (40, 4.0),

@@ -17,6 +17,9 @@ CHUNKS_ARE_NOT_SERVED = (
     "AnyFlow FAR makes a video chunk by chunk, each given the clean ones before, and no sampler of this "
     "engine that does so has been compared with it."
 )
+MINIMAX_H3_IS_NOT_COMPARED = (
+    "no pipeline of MiniMax-H3 with its two schedules has been compared with the model that trains, and none is called."
+)
 
 
 def family_is_served(

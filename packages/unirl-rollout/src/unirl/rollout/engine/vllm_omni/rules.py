@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from unirl.rollout.engine.served_latents.rules import (
     CHUNKS_ARE_NOT_SERVED,
     FLUX2_DEV_IS_NOT_COMPARED,
+    MINIMAX_H3_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
@@ -55,6 +56,7 @@ RULES = (
             "AnyFlowFARBundle": CHUNKS_ARE_NOT_SERVED,
             "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
             "LTX23Bundle": LTX23_IS_NOT_COMPARED,
+            "MiniMaxH3Bundle": MINIMAX_H3_IS_NOT_COMPARED,
         },
     ),
     kernel_is_served(KERNELS),
