@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "suites"
 BASE = "base"
-MODEL_FILES = ("model_index.json", "modular_model_index.json", "config.json")
-"""What makes a folder that of a model."""
 """--against this: the run's model before training."""
+MODEL_FILES = ("model_index.json", "modular_model_index.json", "config.json")
+"""One of them makes a folder that of a model."""
 PREFIX = "suite."
 """Prefix of words that change the suite, not the recipe."""
 STAGES = ("generate", "score")
