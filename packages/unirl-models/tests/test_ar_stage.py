@@ -59,8 +59,9 @@ def pipeline(family, folder, request):
 
 
 def rounding(pipeline) -> float:
-    """How far two computations of one log-prob may be apart."""
-    return 4e-5 if pipeline.bundle.recurrent_class_names else 3e-6
+    """How far two computations of one log-prob may be apart: a recurrence rounds otherwise by chunks than token by
+    token, and how much depends on the processor."""
+    return 2e-4 if pipeline.bundle.recurrent_class_names else 3e-6
 
 
 def sampled(pipeline, prompts=PROMPTS, keys=KEYS, params=PARAMS, **kwargs) -> tuple[Any, TextSegment]:
