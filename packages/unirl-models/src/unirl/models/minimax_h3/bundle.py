@@ -13,7 +13,7 @@ from unirl.models.diffusers_pipeline.text import TextEncoders
 from unirl.models.experts import RankFollowing
 from unirl.models.extras import from_extra
 from unirl.models.minimax_h3.text import MiniMaxH3TextEncoders, read_part
-from unirl.types.bounds import Positive, bounded
+from unirl.types.bounds import NonNegative, Positive, bounded
 
 with from_extra("diffusers"):
     import diffusers
@@ -63,7 +63,7 @@ class MiniMaxH3Bundle(RankFollowing, DiffusersBundle):
 
     # Any: the keywords of DiffusersBundle.
     def __init__(
-        self, pretrained_model: str, *, shortest_s: Positive = 5.0, longest_s: Positive = 15.0, **options: Any
+        self, pretrained_model: str, *, shortest_s: NonNegative = 5.0, longest_s: Positive = 15.0, **options: Any
     ) -> None:
         self.shortest_s, self.longest_s = shortest_s, longest_s
         super().__init__(pretrained_model, **options)
