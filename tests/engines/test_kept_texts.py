@@ -60,7 +60,7 @@ def cut_short(engine, req, begun=None) -> Any:
         thread.start()
         while engine._running is None and thread.is_alive():
             thread.join(0.01)
-        thread.join(0.1)
+        thread.join(0.02)  # a fast machine makes all tokens in a tenth of a second; where this is too early, again
         engine.abort()
         thread.join(400)
         track = found[0].tracks["text"]

@@ -1,6 +1,7 @@
 """Qwen3.5 in the real vLLM against transformers, on a CPU, where vLLM computes linear attention in bfloat16 alone.
 
-bfloat16 has 8 bits: log-probs of two computations differ by some hundredths at |logp| below 10.
+bfloat16 has 8 bits: log-probs of two computations differ by some hundredths at |logp| below 10, the largest of all by
+0.05 to 0.21, as the processor multiplies.
 """
 
 import importlib
@@ -24,7 +25,7 @@ from unirl.types.weights import weight_buckets
 tiny_text: Any = importlib.import_module("packages.unirl-models.tests.tiny_text")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-TOLERANCE = 0.2
+TOLERANCE = 0.3
 
 
 def make_model(seed: int) -> Any:  # Any: transformers types it as a union
