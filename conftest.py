@@ -126,5 +126,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not hasattr(config, "workerinput")
     if is_whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = min(2, os.cpu_count() or 1)
-        config.option.dist = "loadfile" if not config.option.markexpr.startswith("matrix") else "worksteal"
+        is_matrix = config.option.markexpr.lstrip("(").startswith("matrix")
+        config.option.dist = "worksteal" if is_matrix else "loadfile"
         config.option.loadscopereorder = False  # which would leave the few long tests of tests/e2e to the end

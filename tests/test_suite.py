@@ -51,6 +51,18 @@ def test_a_file_is_in_one_of_the_parts_where_files_stay_whole(ran):
     assert files[0] and files[1] and not files[0] & files[1]
 
 
+@pytest.mark.parametrize("marks", ["matrix", "(matrix and not nightly) and not x", "(matrix or nightly) and not x"])
+def test_parts_of_the_matrix_are_of_tests_however_it_is_asked_for(tmp_path, ran, marks):
+    """Most of its tests are in a few files: parts of files would be of a few tests, or of nearly all."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers = matrix\n nightly\n")
+    for file in tmp_path.glob("test_*.py"):
+        file.write_text("import pytest\n\n\n" + file.read_text().replace("def ", "@pytest.mark.matrix\ndef "))
+    parts = [ran("-m", marks, "--part", f"{k}/2") for k in range(2)]
+    assert len(sum(parts, [])) == 8
+    files = [{line.partition("::")[0] for line in part} for part in parts]
+    assert files[0] & files[1]
+
+
 @pytest.mark.parametrize("value", ["3/3", "1", "-1/2", "1/0"])
 def test_a_part_that_is_none_is_refused(ran, value):
     assert f"'{value}' is not K/N with K below N, as 0/3" in ran(f"--part={value}")
