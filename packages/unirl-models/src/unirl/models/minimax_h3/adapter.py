@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unirl.models.adapter import require_condition
 from unirl.models.diffusers_pipeline.geometry import ChunkedGeometry
+from unirl.models.diffusers_pipeline.normalisation import unstandardised
 from unirl.models.diffusers_pipeline.video_sound import VideoWithSoundAdapter
 from unirl.models.extras import from_extra
 from unirl.models.guidance import refuse_guidance
@@ -143,13 +144,13 @@ class MiniMaxH3Adapter(VideoWithSoundAdapter[MiniMaxH3Bundle]):
 
     def to_vae(self, latents: Tensor) -> Tensor:
         """Video latents: channels with their mean and deviation back."""
-        return _with_moments(latents, self.bundle.vae.config, 1)
+        return unstandardised(latents, self.bundle.vae.config)
 
     def waveforms(self, latents: Tensor) -> Tensor:
         """Both channels; the VAE hears one, and takes them as two samples."""
         vae = self.bundle.audio_vae
-        latents = _with_moments(latents.to(self.bundle.device) / self.bundle.shift_ratio, vae.config, -1)
-        waves = vae.decode(latents.flatten(0, 1).transpose(1, 2), return_dict=False)[0]
+        channels = (latents.to(self.bundle.device) / self.bundle.shift_ratio).flatten(0, 1).transpose(1, 2)
+        waves = vae.decode(unstandardised(channels, vae.config), return_dict=False)[0]
         return waves[:, 0].float().unflatten(0, latents.shape[:2])
 
     @property
@@ -162,11 +163,3 @@ def _unpatched(rows: Tensor, patch: tuple[int, ...], shape: torch.Size) -> Tenso
     (pt, ph, pw), (num, channels, frames, height, width) = patch, shape
     grid = rows.reshape(num, frames // pt, height // ph, width // pw, channels, pt, ph, pw)
     return grid.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(shape)
-
-
-def _with_moments(latents: Tensor, config: dict[str, list[float]], dim: int) -> Tensor:
-    """Latents with the mean and deviation of each channel back. dim: of the channels."""
-    shape = [1] * latents.ndim
-    shape[dim] = -1
-    mean, std = (latents.new_tensor(config[name]).view(shape) for name in ("latents_mean", "latents_std"))
-    return latents * std + mean
