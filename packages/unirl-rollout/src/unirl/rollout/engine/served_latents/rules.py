@@ -9,17 +9,14 @@ from unirl.types.recipe import Messages, Part, Run
 
 Rule = Callable[[Part, Run], Messages]
 
-FLUX2_DEV_IS_NOT_COMPARED = (
-    "its pipeline of FLUX.2 dev has not been compared with the model that trains, and is not called."
-)
-
-CHUNKS_ARE_NOT_SERVED = (
-    "AnyFlow FAR makes a video chunk by chunk, each given the clean ones before, and no sampler of this "
-    "engine that does so has been compared with it."
-)
-MINIMAX_H3_IS_NOT_COMPARED = (
-    "no pipeline of MiniMax-H3 with its two schedules has been compared with the model that trains, and none is called."
-)
+NOT_COMPARED = {
+    "AnyFlowFARBundle": "AnyFlow FAR makes a video chunk by chunk, each given the clean ones before, and no sampler of "
+    "this engine that does so has been compared with it.",
+    "Flux2DevBundle": "its pipeline of FLUX.2 dev has not been compared with the model that trains, and is not called.",
+    "MiniMaxH3Bundle": "no pipeline of MiniMax-H3 with its two schedules has been compared with the model that trains, "
+    "and none is called.",
+}
+"""Class names of models that no engine serves, and why."""
 
 
 def family_is_served(
@@ -33,15 +30,17 @@ def family_is_served(
 
     without: subclasses of these that it does not run.
 
-    reasons: class name -> what of the engine keeps it from serving the model, as a sentence.
+    reasons: class name, also of a subclass of these -> what of the engine keeps it from serving the model, as a
+    sentence; besides `NOT_COMPARED`.
     """
+    refused = {**NOT_COMPARED, **(reasons or {})}
 
     def rule(own: Part, run: Run) -> Messages:
         bundle = run.policy.bundle
         names = bundle.class_names
         known = own.ability("takes_media_of") or () if bundle.ability("needs_media") else bundles
-        if not bundle.takes_any and (not set(names) & set(known) or set(names) & set(without)):
-            why = next((reason for name, reason in (reasons or {}).items() if name in names), None)
+        if not bundle.takes_any and (not set(names) & set(known) or set(names) & {*without, *refused}):
+            why = next((reason for name, reason in refused.items() if name in names), None)
             said = f"serves {', '.join(bundles)}, the recipe has {bundle.name}."
             if why is not None:
                 said = f"does not serve {bundle.name}: {why}"

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from unirl.rollout.engine.served_latents.folder import CONFIG_FILE, INDEX_FILE, REPLICA, TRANSFORMER
 from unirl.rollout.engine.served_latents.rules import (
-    CHUNKS_ARE_NOT_SERVED,
-    FLUX2_DEV_IS_NOT_COMPARED,
-    MINIMAX_H3_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
@@ -95,13 +92,10 @@ RULES = (
             "HunyuanVideoBundle",
             "ZImageBundle",
         ),
-        without=("WanAnimateBundle", "AnyFlowFARBundle"),
+        without=("WanAnimateBundle",),
         reasons={
             "QwenImageEditBundle": EDITS_ALONE,
             "HunyuanVideoImageBundle": TEXTS_ALONE,
-            "AnyFlowFARBundle": CHUNKS_ARE_NOT_SERVED,
-            "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
-            "MiniMaxH3Bundle": MINIMAX_H3_IS_NOT_COMPARED,
         },
     ),
     kernel_is_served(("FlowSDEStrategy", "CPSSDEStrategy")),

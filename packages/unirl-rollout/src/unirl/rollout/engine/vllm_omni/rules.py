@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirl.rollout.engine.served_latents.rules import (
-    CHUNKS_ARE_NOT_SERVED,
-    FLUX2_DEV_IS_NOT_COMPARED,
-    MINIMAX_H3_IS_NOT_COMPARED,
     experts_switch_as_released,
     family_is_served,
     kernel_is_served,
@@ -51,13 +48,8 @@ def requests_are_batches(own: Part, run: Run) -> Messages:
 RULES = (
     family_is_served(
         BUNDLES,
-        without=("WanAnimateBundle", "AnyFlowFARBundle", "LTX23Bundle"),
-        reasons={
-            "AnyFlowFARBundle": CHUNKS_ARE_NOT_SERVED,
-            "Flux2DevBundle": FLUX2_DEV_IS_NOT_COMPARED,
-            "LTX23Bundle": LTX23_IS_NOT_COMPARED,
-            "MiniMaxH3Bundle": MINIMAX_H3_IS_NOT_COMPARED,
-        },
+        without=("WanAnimateBundle",),
+        reasons={"LTX23Bundle": LTX23_IS_NOT_COMPARED},
     ),
     kernel_is_served(KERNELS),
     sampling_is_served,
