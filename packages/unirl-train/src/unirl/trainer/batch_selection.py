@@ -40,6 +40,8 @@ class BatchSelection:
 
     def thin_children(self, resp: Held) -> None:
         """Leave the samples of later stages that are trained on, in every trained track of these."""
+        if self._selection.best_of_children is None:
+            return
         for name in resp.meta.tracks:
             track = resp.meta.track(name)
             if track.parent_track is not None and track.advantages is not None:
